@@ -1,0 +1,76 @@
+"""Everything about a decoder that is not a weight: one frozen, hashable record for all families."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One configurable decoder; the families (llama, mistral, qwen2, qwen3, gemma3_text, gpt2, opt) are settings of it.
+
+    Attributes:
+        family: transformers' ``model_type``.
+        vocab_size: ``V``.
+        dim: ``M``, residual width.
+        num_layers: ``L``.
+        heads: ``H`` query heads; kv_heads: ``K``; head_dim: ``D``.
+        ffn_dim: feed-forward width.
+        windows: per layer, sliding-window width in tokens or ``None``.
+        ropes: per layer, rotary facts, or ``None`` for learned positions.
+        score_scale: multiplier of q.k before the softmax.
+        norm: ``"rms"`` or ``"layer"``; norm_eps; norm_offset: added to the norm's scale (Gemma: 1).
+        activation: ``"silu"``, ``"gelu_tanh"``, ``"gelu"`` or ``"relu"``; gated: SwiGLU-style feed-forward.
+        qkv_bias, out_bias, mlp_bias: which projections have biases.
+        qk_norm: RMS norm over each head of q and k before RoPE.
+        post_norms: Gemma's extra norms after attention and after the feed-forward.
+        embed_scale: multiplier of token embeddings.
+        attn_softcap, final_softcap: tanh caps of scores and logits, ``None`` when absent.
+        tied: the LM head is the embedding matrix.
+        max_positions: rows of the learned position table (GPT-2, OPT) or the trained length; position_offset: OPT's 2.
+    """
+
+    family: str
+    vocab_size: int
+    dim: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    windows: tuple[int | None, ...]
+    ropes: tuple[RopeSpec | None, ...]
+    score_scale: float
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    embed_scale: float = 1.0
+    attn_softcap: float | None = None
+    final_softcap: float | None = None
+    tied: bool = True
+    max_positions: int = 2048
+    position_offset: int = 0
+
+    @property
+    def learned_positions(self) -> bool:
+        """True for GPT-2 and OPT."""
+        return self.ropes[0] is None
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """Geometry of this model's cache."""
+        return CacheGeometry(
+            tuple(
+                LayerGeometry(self.kv_heads, self.head_dim, self.head_dim, window, rope)
+                for window, rope in zip(self.windows, self.ropes, strict=True)
+            )
+        )
