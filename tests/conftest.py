@@ -1,0 +1,41 @@
+"""Settings of the whole test session, doctests included: run-time type checks and strict JAX promotion rules."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# Before the first import of kvx: functions are wrapped by the type checker when their module is imported.
+os.environ["KVX_TYPECHECK"] = "1"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``run_python(code, devices=1, **env)``: run code in a new interpreter, with that many fake CPU devices."""
+
+    def run(code: str, *, devices: int = 1, timeout: float = 300.0, **env: str) -> subprocess.CompletedProcess[str]:
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        full = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), **env}
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env=full,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
