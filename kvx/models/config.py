@@ -74,3 +74,35 @@ class ModelConfig:
                 for window, rope in zip(self.windows, self.ropes, strict=True)
             )
         )
+
+
+def tiny_config(**overrides: object) -> ModelConfig:
+    """A Llama of a few thousand weights, for examples and tests.
+
+    Args:
+        overrides: fields of :class:`ModelConfig` that differ; ``windows`` and ``ropes`` follow ``num_layers`` and
+            ``head_dim`` unless given.
+
+    Returns:
+        Two layers, four query heads over two kv heads of 8 channels, 64 tokens of vocabulary.
+
+    Example:
+        >>> from kvx.models.config import tiny_config
+        >>> tiny_config(num_layers=3).geometry.num_layers
+        3
+    """
+    fields: dict = {
+        "family": "llama",
+        "vocab_size": 64,
+        "dim": 32,
+        "num_layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "ffn_dim": 48,
+        **overrides,
+    }
+    fields.setdefault("windows", (None,) * fields["num_layers"])
+    fields.setdefault("ropes", (RopeSpec.create(dim=fields["head_dim"]),) * fields["num_layers"])
+    fields.setdefault("score_scale", fields["head_dim"] ** -0.5)
+    return ModelConfig(**fields)
