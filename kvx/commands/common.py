@@ -1,0 +1,91 @@
+"""What every command shares: its common flags, where it writes, and what it hands back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK, FAILED, USAGE, REPREFILL = 0, 1, 2, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """Flags of every command."""
+
+    config: Path | None = None
+    """YAML file of settings, named like the flags; flags given on the command line win."""
+    json: bool = False
+    """Print one JSON object on stdout; everything else goes to stderr."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command found.
+
+    Attributes:
+        figures: what ``--json`` prints.
+        code: the exit code, 0 or 3 (``REPREFILL``); failures raise instead.
+    """
+
+    figures: Mapping[str, Any]
+    code: int = OK
+
+
+class Output:
+    """Where a command writes: results to stdout for people, or one JSON object there and everything else to stderr.
+
+    Attributes:
+        console: results (tables, answers); stderr when ``as_json``.
+        progress: progress and remarks; always stderr.
+    """
+
+    def __init__(self, as_json: bool = False) -> None:
+        from rich.console import Console
+
+        self.as_json = as_json
+        self.progress: Console = Console(stderr=True, highlight=False)
+        self.console: Console = self.progress if as_json else Console(highlight=False)
+
+    def say(self, text: str) -> None:
+        """One remark for people, outside the result; plain text, no markup."""
+        self.progress.print(text, markup=False)
+
+    def piece(self, text: str) -> None:
+        """Part of a streamed answer: written at once, without a line break."""
+        self.console.file.write(text)
+        self.console.file.flush()
+
+    def finish(self, figures: Mapping[str, Any]) -> None:
+        """Print the figures as the one JSON object, when asked for."""
+        if self.as_json:
+            json.dump(jsonable(figures), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def jsonable(value: Any) -> Any:
+    """Plain JSON types: numpy numbers and arrays unpacked, paths as text, NaN and infinity as ``null``.
+
+    Example:
+        >>> import numpy as np
+        >>> jsonable({"loss": np.float32(0.5), "gap": float("nan"), "ids": np.arange(2)})
+        {'loss': 0.5, 'gap': None, 'ids': [0, 1]}
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(v) for v in value]
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    return value if isinstance(value, str | int | bool | None) else str(value)
