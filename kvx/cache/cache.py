@@ -101,7 +101,7 @@ class KVCache:
         g, i = self.locate(layer)
         return self.groups[g].v[i]
 
-    def next_position(self) -> Int[Array, "B"]:
+    def next_position(self) -> Int[Array, " B"]:
         """Position after the largest one held, per sequence: where a boundary continues; 0 for an empty cache."""
         tops = [group.pos.max(axis=(0, 2, 3)) for group in self.groups]
         return jnp.stack(tops).max(axis=0) + 1

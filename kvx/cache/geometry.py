@@ -52,10 +52,14 @@ class RopeSpec:
         if kind not in ROPE_KINDS:
             raise KvxError(f"RoPE type {kind!r} is not supported; expected one of {', '.join(ROPE_KINDS)}.")
         if dim <= 0 or dim % 2:
-            raise KvxError(f"RoPE rotates an even, positive number of channels, got {dim}; check head_dim and partial_rotary_factor.")
+            raise KvxError(
+                f"RoPE rotates an even, positive number of channels, got {dim}; check head_dim and the rotary share."
+            )
         spec = cls(kind, float(theta), dim, **kwargs)  # type: ignore[arg-type]
         if kind in ("dynamic", "llama3", "yarn") and not spec.original_length:
-            raise KvxError(f"RoPE type {kind!r} needs original_length (original_max_position_embeddings); none was given.")
+            raise KvxError(
+                f"RoPE type {kind!r} needs original_length (original_max_position_embeddings); none was given."
+            )
         return spec
 
 

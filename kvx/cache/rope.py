@@ -223,10 +223,7 @@ def rotate_by(x: Float[Array, "*T D"], cos: Array, sin: Array, *, interleaved: b
     else:
         a, b = turned[..., :half], turned[..., half:]
     a, b = a * cos - b * sin, b * cos + a * sin
-    if interleaved:
-        out = jnp.stack([a, b], axis=-1).reshape(turned.shape)
-    else:
-        out = jnp.concatenate([a, b], axis=-1)
+    out = jnp.stack([a, b], axis=-1).reshape(turned.shape) if interleaved else jnp.concatenate([a, b], axis=-1)
     out = out.astype(x.dtype)
     return jnp.concatenate([out, rest], axis=-1) if rest.shape[-1] else out
 
@@ -269,8 +266,8 @@ def rotate_with(
         pos = pos.reshape((1,) * (x.ndim - 2) + pos.shape)
     if pos.ndim != x.ndim - 1:
         raise KvxError(
-            f"positions of shape {pos.shape} do not fit vectors of shape {x.shape}; expected one axis less, with size 1 "
-            "where they are shared (pos[:, None] for positions [B,T] and vectors [B,K,T,D])."
+            f"positions of shape {pos.shape} do not fit vectors of shape {x.shape}; expected one axis less, with size "
+            "1 where they are shared (pos[:, None] for positions [B,T] and vectors [B,K,T,D])."
         )
     cos, sin = cos_sin(pos, inv_freq, 1.0 / factor if inverse else factor)
     return rotate_by(x, cos, -sin if inverse else sin, interleaved=interleaved)
