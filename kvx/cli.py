@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kvx
-from kvx.commands.common import FAILED, OK, USAGE, Common, Output
+from kvx.commands.common import FAILED, OK, USAGE, Common, Output, UsageError
 from kvx.errors import KvxError
 
 # Command -> (class of its settings in kvx.commands.<command>, what it does).
@@ -28,10 +28,6 @@ COMMANDS = {
 }
 
 
-class UsageError(Exception):
-    """The command line or its config file cannot be understood."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvx`` and return its exit code; the console script passes it to ``sys.exit``."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -42,11 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"kvx {kvx.__version__}\n")
         return OK
     try:
-        settings = parse(args[0], args[1:])
+        return execute(args[0], parse(args[0], args[1:]))
     except UsageError as error:
         sys.stderr.write(f"kvx: {error}\n")
         return USAGE
-    return execute(args[0], settings)
 
 
 def overview() -> str:
@@ -128,6 +123,8 @@ def execute(command: str, settings: Common) -> int:
         outcome = importlib.import_module(f"kvx.commands.{command}").run(settings, out)
         out.finish(outcome.figures)
         return int(outcome.code)
+    except UsageError:
+        raise
     except KeyboardInterrupt:
         return _fail(out, "interrupted.", 130)
     except BrokenPipeError:

@@ -25,6 +25,22 @@ class Common:
     """Print one JSON object on stdout; everything else goes to stderr."""
 
 
+class UsageError(Exception):
+    """The command line or its config file cannot be understood, or lacks something: exit code 2."""
+
+
+def require(settings: Common, *names: str) -> None:
+    """Refuse settings that lack one of ``names``.
+
+    Raises:
+        UsageError: naming all that are missing.
+    """
+    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) is None]
+    if missing:
+        command = type(settings).__name__.lower()
+        raise UsageError(f"kvx {command} needs {' and '.join(missing)}; see kvx {command} --help, or use --config FILE.yaml.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What a command found.

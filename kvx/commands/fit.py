@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvx.commands.common import Common, Outcome, Output
+from kvx.commands.common import Common, Outcome, Output, require
 from kvx.errors import KvxError
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ class FitSettings(Common):
 class Fit(FitSettings):
     """Settings of ``kvx fit``."""
 
-    source: str = ""
-    """Source model: hub id, local folder or .gguf file."""
-    target: str = ""
-    """Target model: hub id, local folder or .gguf file."""
-    text: Path = Path()
-    """Text to fit on: a UTF-8 file, paragraphs separated by blank lines."""
-    out: Path = Path()
-    """Folder to save the mapper in."""
+    source: str | None = None
+    """Source model: hub id, local folder or .gguf file. Required."""
+    target: str | None = None
+    """Target model: hub id, local folder or .gguf file. Required."""
+    text: Path | None = None
+    """Text to fit on: a UTF-8 file, paragraphs separated by blank lines. Required."""
+    out: Path | None = None
+    """Folder to save the mapper in. Required."""
     held_out: float = 0.1
     """Share of the tokens that is never fitted and chooses layers and ridge."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -66,9 +66,7 @@ def run(settings: Fit, out: Output) -> Outcome:
     """
     import kvx
 
-    for flag in ("source", "target", "text", "out"):
-        if getattr(settings, flag) in ("", Path()):
-            raise KvxError(f"kvx fit needs --{flag}; see kvx fit --help, or give it in a --config file.")
+    require(settings, "source", "target", "text", "out")
     if settings.out.exists() and not settings.overwrite:
         raise KvxError(f"{settings.out} exists already; choose another --out, or pass --overwrite to replace it.")
     started = time.perf_counter()
