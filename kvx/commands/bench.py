@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from kvx.commands.common import Common, Outcome, Output
+from kvx.commands.common import Common
 
 
 @dataclasses.dataclass(frozen=True)

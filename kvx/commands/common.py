@@ -38,7 +38,9 @@ def require(settings: Common, *names: str) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) is None]
     if missing:
         command = type(settings).__name__.lower()
-        raise UsageError(f"kvx {command} needs {' and '.join(missing)}; see kvx {command} --help, or use --config FILE.yaml.")
+        raise UsageError(
+            f"kvx {command} needs {' and '.join(missing)}; see kvx {command} --help, or use --config FILE.yaml."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

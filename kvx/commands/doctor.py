@@ -8,16 +8,25 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-from kvx.commands.common import Common, Outcome, Output
+from kvx.commands.common import FAILED, OK, Common, Outcome, Output
 
-PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "gguf", "huggingface-hub", "tyro")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "numpy",
+    "orbax-checkpoint",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "huggingface-hub",
+    "tyro",
+)
 OPTIONAL = ("torch", "transformers")  # oracles of the tests and of `kvx bench`; kvx runs without them
 DEMO_DISK_GB = 3.0  # wheels 0.33, converted fp32 models 1.7, fits and compiled programs below 1
-DEMO_MEMORY_GB = 6.0
+DEMO_MEMORY_GB = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +35,11 @@ class Doctor(Common):
 
 
 def run(settings: Doctor, out: Output) -> Outcome:
-    """Look at versions, devices, memory and disk; print them and say what to do next."""
+    """Print versions, devices, memory and disk, and what to do next; code 1 when kvx cannot run here."""
     facts = examine()
     if not out.as_json:
         _print(facts, out)
-    return Outcome(facts)
+    return Outcome(facts, FAILED if facts["problems"] else OK)
 
 
 def examine() -> dict[str, Any]:
@@ -38,7 +47,8 @@ def examine() -> dict[str, Any]:
 
     Returns:
         ``versions``, ``devices`` (JAX's), ``unused`` (accelerators present that JAX does not use), ``cpu_cores``,
-        ``memory_free_gb``, ``cache`` (folder), ``disk_free_gb``, ``problems`` and ``next`` (a sentence).
+        ``memory_free_gb``, ``cache`` (folder), ``disk_free_gb``, ``problems`` (kvx cannot run), ``warnings`` (the demo
+        may not) and ``next`` (a sentence).
     """
     cache = cache_folder()
     devices, trouble = _devices()
@@ -53,6 +63,7 @@ def examine() -> dict[str, Any]:
         "disk_free_gb": round(shutil.disk_usage(_existing(cache)).free / 1e9, 1),
     }
     facts["problems"] = trouble + _problems(facts, cache)
+    facts["warnings"] = _warnings(facts)
     facts["next"] = _next_step(facts)
     return facts
 
@@ -119,20 +130,23 @@ def _existing(path: Path) -> Path:
 
 def _problems(facts: dict[str, Any], cache: Path) -> list[str]:
     problems = [f"{name} is not installed; pip install kvx again" for name in PACKAGES if not facts["versions"][name]]
-    if sys.version_info < (3, 11):
-        problems.append(f"Python {platform.python_version()} is too old; kvx needs 3.11")
     if not os.access(_existing(cache), os.W_OK):
         problems.append(f"{cache} cannot be written; set KVX_CACHE to a folder of yours")
-    if facts["disk_free_gb"] < DEMO_DISK_GB:
-        problems.append(f"{facts['disk_free_gb']} GB of disk are free and the demo needs {DEMO_DISK_GB}; set KVX_CACHE")
-    if facts["memory_free_gb"] is not None and facts["memory_free_gb"] < DEMO_MEMORY_GB:
-        problems.append(f"{facts['memory_free_gb']} GB of memory are free and the demo needs {DEMO_MEMORY_GB}")
     return problems
 
 
+def _warnings(facts: dict[str, Any]) -> list[str]:
+    warnings = []
+    if facts["disk_free_gb"] < DEMO_DISK_GB:
+        warnings.append(f"{facts['disk_free_gb']} GB of disk are free and the demo needs {DEMO_DISK_GB}; set KVX_CACHE")
+    if facts["memory_free_gb"] is not None and facts["memory_free_gb"] < DEMO_MEMORY_GB:
+        warnings.append(f"{facts['memory_free_gb']} GB of memory are free and the demo needs {DEMO_MEMORY_GB}")
+    return warnings
+
+
 def _next_step(facts: dict[str, Any]) -> str:
-    if facts["problems"]:
-        return f"First: {facts['problems'][0]}."
+    if trouble := facts["problems"] + facts["warnings"]:
+        return f"First: {trouble[0]}."
     if facts["unused"]:
         return f"JAX runs on the CPU, but this machine has {facts['unused'][0]}; or go on with: kvx demo"
     return "All is well; next: kvx demo (the first time it downloads 0.33 GB and takes some minutes)."
@@ -151,6 +165,6 @@ def _print(facts: dict[str, Any], out: Output) -> None:
     table.add_row("free memory", "unknown" if facts["memory_free_gb"] is None else f"{facts['memory_free_gb']} GB")
     table.add_row("kvx cache", f"{facts['cache']} ({facts['disk_free_gb']} GB free)")
     out.console.print(table)
-    for problem in facts["problems"]:
-        out.console.print(f"problem: {problem}", markup=False, style="yellow")
+    for trouble in facts["problems"] + facts["warnings"]:
+        out.console.print(f"problem: {trouble}", markup=False, style="yellow")
     out.console.print(facts["next"], markup=False)

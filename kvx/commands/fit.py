@@ -83,9 +83,7 @@ def mapper_of(settings: FitSettings) -> Mapper:
     """The method that the settings name."""
     from kvx.mappers import full_head
 
-    return full_head(
-        layers=settings.layers, inputs=settings.inputs, choice=settings.choice, ridge=settings.ridge
-    )
+    return full_head(layers=settings.layers, inputs=settings.inputs, choice=settings.choice, ridge=settings.ridge)
 
 
 def pairs_of(settings: FitSettings, source: Any, target: Any, texts: list[str]) -> Any:

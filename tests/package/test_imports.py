@@ -6,8 +6,9 @@ import ast
 import json
 from pathlib import Path
 
-import kvx
 import pytest
+
+import kvx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,7 +117,9 @@ def test_torch_and_transformers_are_never_imported_with_a_module(guest: str) -> 
 
 
 def test_only_import_export_and_bench_know_torch() -> None:
-    users = {n for n, p in modules("kvx").items() if {"torch", "transformers"} & {top(i) for i in imports(p).everywhere}}
+    users = {
+        n for n, p in modules("kvx").items() if {"torch", "transformers"} & {top(i) for i in imports(p).everywhere}
+    }
     allowed = {"kvx.cache.layouts", "kvx.evaluation.bench_models"}
     assert {n for n in users if not n.startswith("kvx.models.")} <= allowed
 
