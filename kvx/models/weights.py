@@ -110,9 +110,9 @@ def assemble(
         Traceback (most recent call last):
         kvx.errors.KvxError: weights do not fit this llama model: missing ...; not understood rogue.weight; check ...
     """
-    known = _canonical(names, naming)
-    rows = table(config)
-    _check_names(config, rows, known, naming)
+    names = list(names)
+    check_names(config, names, naming=naming)
+    known, rows = _canonical(names, naming), table(config)
     place = put or (lambda path, array: jnp.asarray(array))
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     params: dict[str, Any] = {"layers": {} if stacked else tuple(layers)}
@@ -144,8 +144,18 @@ def _canonical(names: Iterable[str], naming: str) -> dict[str, str]:
     return {strip(name): name for name in names if not _IGNORED.search(strip(name))}
 
 
-def _check_names(config: ModelConfig, rows: list[Row], known: dict[str, str], naming: str) -> None:
-    """Every row has its tensor and every tensor its row, or one error that lists all which do not."""
+def check_names(config: ModelConfig, names: Iterable[str], *, naming: str = "hf") -> None:
+    """Check that every parameter has its tensor and every tensor its parameter.
+
+    Args:
+        config: static facts.
+        names: all tensor names in the file.
+        naming: ``"hf"`` or ``"gguf"``.
+
+    Raises:
+        KvxError: one error that lists all tensors which are missing or not understood.
+    """
+    rows, known = table(config), _canonical(names, naming)
     expected = {row.name(naming, i) for row in rows for i in range(config.num_layers if row.per_layer else 1)}
     redundant = {"output.weight" if naming == "gguf" else "lm_head.weight"} if config.tied else set()
     missing, unknown = sorted(expected - set(known)), sorted(set(known) - expected - redundant)
