@@ -1,0 +1,269 @@
+"""Load a model from wherever it is: folder, hub id, GGUF file, demo package or an in-memory transformers model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvx.cache.provenance import Provenance
+from kvx.errors import KvxError
+from kvx.models.disk_cache import digest_all
+from kvx.models.gguf import MANIFEST, convert_gguf
+from kvx.models.hf_config import from_hf_config
+from kvx.models.model import Model
+from kvx.models.safetensors_folder import SafetensorsFolder
+from kvx.models.weights import assemble, resolve_tied
+
+if TYPE_CHECKING:
+    from kvx.models.tokenizer import Tokenizer
+
+DTYPES = ("float32", "bfloat16", "float16")
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w./-]+\.gguf)?$")
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+Place = Callable[[tuple[str, ...], np.ndarray], jax.Array]
+_log = logging.getLogger(__name__)
+
+
+def load_model(
+    name_or_path: Any,
+    *,
+    dtype: Any = jnp.float32,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: Any = None,
+    stacked: bool | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
+    adapter: str | Path | None = None,
+    revision: str | None = None,
+    progress: Callable[[str, int, int], Any] | None = None,
+) -> Model:
+    """Load a model, tensor by tensor, each straight into its place.
+
+    Args:
+        name_or_path: one of
+            a Hugging Face folder (``config.json`` and ``*.safetensors``, single or sharded);
+            a hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"`` (or ``"owner/repo/file.gguf"``);
+            a ``.gguf`` file (converted once into the cache folder, see :func:`kvx.models.gguf.convert_gguf`);
+            ``"demo:smollm2"`` or ``"demo:gemma3"`` (see :mod:`kvx.models.demo_weights`);
+            a transformers model in memory.
+        dtype: dtype of the weights and of all activations: float32, bfloat16 or float16.
+        mesh: device mesh; weights are laid out over it by :data:`kvx.sharding.RULES`.
+        sharding: instead of ``mesh``: one ``Sharding`` or device for all weights, or ``(path, shape) -> Sharding``.
+        stacked: layers stacked and scanned (compiles fast), or one by one (decodes faster on CPUs); ``None``: one by
+            one on CPUs, else stacked.
+        tokenizer: a tokenizer, or a folder that holds one, instead of the model's own.
+        adapter: folder of a LoRA adapter (PEFT layout) to merge into the weights.
+        revision: hub branch, tag or commit.
+        progress: called with (what, done, total) during a conversion or download.
+
+    Returns:
+        The model, with tokenizer (``None`` where the source has none) and provenance.
+
+    Raises:
+        KvxError: nothing there, offline, an unsupported family or quantisation, tensors missing or not understood (all
+            listed in one error).
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> import numpy as np
+        >>> from safetensors.numpy import save_file
+        >>> from kvx.models.load import load_model
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> config = {"model_type": "gpt2", "vocab_size": 8, "n_embd": 4, "n_layer": 0, "n_head": 2, "n_positions": 6}
+        >>> _ = (folder / "config.json").write_text(json.dumps(config))
+        >>> save_file({"wte.weight": np.ones((8, 4), np.float32), "wpe.weight": np.ones((6, 4), np.float32),
+        ...            "ln_f.weight": np.ones(4, np.float32), "ln_f.bias": np.zeros(4, np.float32)},
+        ...           folder / "model.safetensors")
+        >>> load_model(folder).params["embed"].shape
+        (8, 4)
+    """
+    dtype = _dtype(dtype)
+    place = _placement(dtype, mesh, sharding)
+    if stacked is None:
+        stacked = _platform(mesh, sharding) != "cpu"
+    if hasattr(name_or_path, "state_dict"):
+        return _in_memory(name_or_path, dtype, place, stacked, _as_tokenizer(tokenizer), adapter)
+    name = os.fspath(name_or_path)
+    folder = _folder(name, revision, progress)
+    model = _read_folder(folder, name, dtype, place, stacked, tokenizer, adapter)
+    return model
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise KvxError(f"dtype={dtype!r} is not supported; expected one of {', '.join(DTYPES)}.")
+    return found
+
+
+def _platform(mesh: jax.sharding.Mesh | None, sharding: Any) -> str:
+    if mesh is not None:
+        return mesh.devices.flat[0].platform
+    if isinstance(sharding, jax.sharding.Sharding):
+        return next(iter(sharding.device_set)).platform
+    return getattr(sharding, "platform", None) or jax.default_backend()
+
+
+def _placement(dtype: np.dtype, mesh: jax.sharding.Mesh | None, sharding: Any) -> Place:
+    """How a host array becomes a device array."""
+    if mesh is not None and sharding is not None:
+        raise KvxError("both mesh= and sharding= were given; pass one of them.")
+    if mesh is not None:
+        from kvx.sharding import parameter_sharding
+
+        sharding = lambda path, shape: parameter_sharding(mesh, path, shape)  # noqa: E731
+
+    def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        where = sharding(path, array.shape) if callable(sharding) else sharding
+        array = array.astype(dtype, copy=False)
+        if where is None or isinstance(where, jax.Device):
+            return jax.device_put(array, where)
+        return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+    return place
+
+
+def _folder(name: str, revision: str | None, progress: Callable[[str, int, int], Any] | None) -> Path:
+    """The Hugging Face folder behind a name: as it is, converted, or downloaded."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.startswith("demo:"):
+        from kvx.models.demo_weights import demo_folder
+
+        return demo_folder(name.removeprefix("demo:"), progress=progress)
+    if path.is_file() and path.suffix == ".gguf":
+        return convert_gguf(path, progress=progress)
+    if path.is_file():
+        raise KvxError(f"{path} is a file, but not a .gguf; pass the folder that holds it (with config.json beside it).")
+    if path.suffix != ".gguf" or HUB_ID.match(name):
+        if HUB_ID.match(name):
+            return _download(name, revision, progress)
+    raise KvxError(
+        f"{name!r} is neither a folder, a .gguf file nor a hub id; expected one of these (a hub id looks like owner/name); "
+        "check the spelling."
+    )
+
+
+def _download(name: str, revision: str | None, progress: Callable[[str, int, int], Any] | None) -> Path:
+    """Files of a hub repository, through huggingface_hub's own cache."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    owner, repo, *file = name.split("/", 2)
+    try:
+        if file:
+            return convert_gguf(hf_hub_download(f"{owner}/{repo}", file[0], revision=revision), progress=progress)
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
+    except KvxError:
+        raise
+    except Exception as error:  # huggingface_hub and its transports raise a dozen unrelated types
+        raise KvxError(_hub_failure(name, error)) from error
+    if not (folder / "config.json").is_file():
+        raise KvxError(f"{name} holds no config.json; if it is a GGUF repository, name the file too: {name}/<file>.gguf.")
+    return folder
+
+
+def _hub_failure(name: str, error: Exception) -> str:
+    kind = type(error).__name__
+    if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError"):
+        return f"{name} does not exist on the hub (or is private: set HF_TOKEN); check the name, or pass a local folder or .gguf file."
+    if kind == "GatedRepoError":
+        return f"{name} is gated: accept its licence on the hub and set HF_TOKEN, or pass a local folder or .gguf file."
+    return (
+        f"could not fetch {name} from the hub ({kind}): no network, or the hub is unreachable; "
+        "pass a local Hugging Face folder or a .gguf file instead."
+    )
+
+
+def _as_tokenizer(tokenizer: Tokenizer | str | Path | None) -> Tokenizer | None:
+    if isinstance(tokenizer, str | os.PathLike):
+        from kvx.models.tokenizer import Tokenizer
+
+        return Tokenizer.from_folder(Path(tokenizer).expanduser())
+    return tokenizer
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer | None:
+    """The folder's tokenizer; ``None`` where it holds no tokenizer files at all."""
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    if not any((folder / file).is_file() for file in files):
+        return None
+    return _as_tokenizer(folder)
+
+
+def _read_folder(
+    folder: Path,
+    name: str,
+    dtype: np.dtype,
+    place: Place,
+    stacked: bool,
+    tokenizer: Tokenizer | str | Path | None,
+    adapter: str | Path | None,
+) -> Model:
+    """Weights, tokenizer and digest of a Hugging Face folder, read side by side."""
+    fields = _config_fields(folder)
+    reader = SafetensorsFolder.open(folder)
+    config = resolve_tied(from_hf_config(fields), reader.files, reader.read)
+    read, extra = reader.read, []
+    if adapter is None and (folder / "adapter_config.json").is_file():
+        adapter = folder
+    if adapter is not None:
+        from kvx.models.adapter import Adapter
+
+        lora = Adapter.open(adapter)
+        read, extra = lora.merge_into(reader.read, reader.files), lora.files
+    with ThreadPoolExecutor(2) as pool:
+        digest = pool.submit(_weight_digest, folder, reader, extra)
+        own: Future[Tokenizer | None] = pool.submit(_own_tokenizer, folder) if tokenizer is None else pool.submit(_as_tokenizer, tokenizer)
+        params = assemble(config, read, reader.files, dtype=dtype, stacked=stacked, put=place)
+        found = own.result()
+        provenance = Provenance(name, digest.result(), found.digest if found else "")
+    return Model(params, config, found, provenance)
+
+
+def _config_fields(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise KvxError(f"{folder} holds no config.json; expected a Hugging Face checkpoint folder; pass one, or a .gguf file.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise KvxError(f"{path} is not valid JSON ({error}); download it again.") from error
+
+
+def _weight_digest(folder: Path, reader: SafetensorsFolder, adapter_files: list[Path]) -> str:
+    """Identity of the weights: of a converted file, the GGUF's own SHA-256; else one over all weight files."""
+    manifest = folder / MANIFEST
+    if manifest.is_file() and not adapter_files:
+        return str(json.loads(manifest.read_text())["sha256"])
+    return digest_all([*reader.paths, *adapter_files])
+
+
+def _in_memory(
+    torch_model: Any, dtype: np.dtype, place: Place, stacked: bool, tokenizer: Tokenizer | None, adapter: str | Path | None
+) -> Model:
+    from kvx.models.weights import from_transformers
+
+    if adapter is not None:
+        raise KvxError("adapter= applies to folders; merge it into the in-memory model first (merge_and_unload).")
+    model = from_transformers(torch_model, dtype=dtype, tokenizer=tokenizer)
+    params = jax.tree_util.tree_map_with_path(lambda path, x: place(_names(path), x), model.params)
+    model = dataclasses.replace(model, params=params)
+    return model.stack() if stacked else model
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    return tuple(str(step.key) for step in path if hasattr(step, "key"))
