@@ -1,0 +1,175 @@
+"""``kvx inspect``: what a saved mapper, a model folder or a GGUF file holds, read from headers alone."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from kvx.commands.common import Common, Outcome, Output, require
+from kvx.errors import KvxError
+
+if TYPE_CHECKING:
+    from kvx.cache.geometry import CacheGeometry
+    from kvx.models.config import ModelConfig
+
+MANIFEST = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect(Common):
+    """Settings of ``kvx inspect``."""
+
+    path: tyro.conf.Positional[Path | None] = None
+    """A saved mapper, a model folder or a .gguf file. Required."""
+
+
+def run(settings: Inspect, out: Output) -> Outcome:
+    """Say what lies at a path.
+
+    Raises:
+        KvxError: nothing is there, or it is none of the three; the message says what was looked for.
+    """
+    require(settings, "path")
+    figures = examine(Path(str(settings.path)))
+    if not out.as_json:
+        _print(figures, out)
+    return Outcome(figures)
+
+
+def examine(path: Path) -> dict[str, Any]:
+    """Facts about what lies at ``path``, as plain values.
+
+    Returns:
+        ``kind`` (``mapper``, ``folder`` or ``gguf``) and what such a thing has: a mapper's manifest; a model's
+        ``config``, ``geometry`` (runs of equal layers), ``cache_bytes_per_token`` (fp32 and bf16), ``tensors``.
+    """
+    if not path.exists():
+        raise KvxError(f"there is nothing at {path}; give a saved mapper, a model folder or a .gguf file.")
+    if path.is_file() and path.suffix == ".gguf":
+        return _gguf(path)
+    if path.is_dir() and (path / MANIFEST).is_file():
+        return {"kind": "mapper", "path": str(path), **_manifest(path)}
+    if path.is_dir() and (path / "config.json").is_file():
+        return _folder(path)
+    raise KvxError(
+        f"{path} is not something kvx knows: expected a saved mapper (a folder with {MANIFEST}), a model folder (with "
+        "config.json) or a .gguf file."
+    )
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise KvxError(f"{path / MANIFEST} is not JSON ({error}); save the mapper again.") from error
+    return dict(manifest)
+
+
+def _gguf(path: Path) -> dict[str, Any]:
+    from kvx.models.gguf_config import gguf_config
+    from kvx.models.gguf_file import GgufFile
+
+    file = GgufFile.open(path)
+    facts = {
+        "kind": "gguf",
+        "path": str(path),
+        "name": file.metadata.get("general.name"),
+        "licence": file.metadata.get("general.license"),
+        "vocabulary": f"{file.metadata.get('tokenizer.ggml.model')} / {file.metadata.get('tokenizer.ggml.pre')}",
+        "tensors": len(file.tensors),
+        "parameters": sum(math.prod(t.shape) for t in file.tensors.values()),
+        "bytes": path.stat().st_size,
+        "quantisations": dict(collections.Counter(t.kind for t in file.tensors.values())),
+    }
+    return facts | _model(lambda: gguf_config(file))
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    from kvx.models.safetensors_folder import SafetensorsFolder
+
+    files = SafetensorsFolder.open(path)
+    facts = {
+        "kind": "folder",
+        "path": str(path),
+        "tensors": len(files.files),
+        "bytes": sum(file.stat().st_size for file in files.paths),
+        "tokenizer": (path / "tokenizer.json").is_file(),
+    }
+    return facts | _model(lambda: json.loads((path / "config.json").read_text(encoding="utf-8")))
+
+
+def _model(read: Any) -> dict[str, Any]:
+    """What kvx makes of a configuration; ``supported`` holds the reason when it does not run it."""
+    from kvx.models.hf_config import from_hf_config
+
+    try:
+        config: ModelConfig = from_hf_config(read())
+    except KvxError as error:
+        return {"supported": False, "reason": str(error)}
+    keys = ("family", "num_layers", "dim", "heads", "kv_heads", "head_dim", "vocab_size", "max_positions", "tied")
+    return {
+        "supported": True,
+        "config": {key: getattr(config, key) for key in keys},
+        "geometry": layer_runs(config.geometry),
+        "cache_bytes_per_token": {
+            "float32": config.geometry.cache_bytes(bytes_per_number=4),
+            "bfloat16": config.geometry.cache_bytes(bytes_per_number=2),
+        },
+    }
+
+
+def layer_runs(geometry: CacheGeometry) -> list[dict[str, Any]]:
+    """Runs of neighbouring layers with the same geometry: ``layers`` (``"0-4"``), shapes, window and RoPE.
+
+    Example:
+        >>> from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
+        >>> local = LayerGeometry(1, 64, 64, 512, RopeSpec.create(dim=64))
+        >>> wide = LayerGeometry(1, 64, 64, None, RopeSpec.create(theta=1e6, dim=64))
+        >>> [(run["layers"], run["window"]) for run in layer_runs(CacheGeometry((local, local, wide)))]
+        [('0-1', 512), ('2', None)]
+    """
+    runs = []
+    for layer, group in itertools.groupby(enumerate(geometry.layers), key=lambda pair: pair[1]):
+        first, *rest = [index for index, _ in group]
+        rope = None if layer.rope is None else f"{layer.rope.kind}, base {layer.rope.theta:g}, {layer.rope.dim} channels"
+        runs.append(
+            {
+                "layers": f"{first}-{rest[-1]}" if rest else str(first),
+                "kv_heads": layer.kv_heads,
+                "key_dim": layer.key_dim,
+                "value_dim": layer.value_dim,
+                "window": layer.window,
+                "rope": rope or "learned positions",
+            }
+        )
+    return runs
+
+
+def _print(figures: dict[str, Any], out: Output) -> None:
+    from rich.table import Table
+
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in figures.items():
+        if name != "geometry" and value is not None:
+            facts.add_row(name.replace("_", " "), _line(value).replace("[", r"\["))
+    out.console.print(facts)
+    if runs := figures.get("geometry"):
+        if not (isinstance(runs, list) and runs and isinstance(runs[0], dict)):
+            return
+        table = Table("layers", "kv heads", "key dim", "value dim", "window", "RoPE", box=None, pad_edge=False)
+        for run in runs:
+            table.add_row(*("all" if v is None else str(v) for v in run.values()))
+        out.console.print(table)
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_line(v)}" for k, v in value.items())
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

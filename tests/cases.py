@@ -1,0 +1,124 @@
+"""The tables behind the contract tests: every law in ``tests/contract`` runs over every row.
+
+A new mapper, model family or kind of cache is one row here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvx.cache.build import from_arrays
+from kvx.cache.cache import CacheGroup, KVCache
+from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
+from kvx.models.config import ModelConfig
+from kvx.models.hf_config import from_hf_config
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+_GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+_GEMMA = {
+    "head_dim": 12,
+    "query_pre_attn_scalar": 12,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_local_base_freq": 10000.0,
+    "rope_theta": 1000000.0,
+}
+_OPT = {
+    "model_type": "opt",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": 64,
+    "activation_function": "relu",
+    "do_layer_norm_before": True,
+}
+
+MODELS: dict[str, ModelConfig] = {
+    "llama": from_hf_config(_LLAMA),
+    "mistral": from_hf_config({**_LLAMA, "model_type": "mistral", "sliding_window": 6}),
+    "qwen2": from_hf_config({**_LLAMA, "model_type": "qwen2", "num_key_value_heads": 1}),
+    "qwen3": from_hf_config({**_LLAMA, "model_type": "qwen3", "head_dim": 12}),
+    "gemma3": from_hf_config({**_LLAMA, "model_type": "gemma3_text", "num_key_value_heads": 1, **_GEMMA}),
+    "gpt2": from_hf_config({"model_type": "gpt2", **_GPT2}),
+    "opt": from_hf_config(_OPT),
+}
+
+
+def _random(geometry: CacheGeometry, positions: Any, *, batch: int = 2, slots: int = 6, seed: int = 0) -> KVCache:
+    rng = np.random.default_rng(seed)
+    shape = lambda layer, dim: (batch, layer.kv_heads, slots, dim)  # noqa: E731
+    keys = [rng.standard_normal(shape(g, g.key_dim), np.float32) for g in geometry.layers]
+    values = [rng.standard_normal(shape(g, g.value_dim), np.float32) for g in geometry.layers]
+    return from_arrays(keys, values, positions, geometry)
+
+
+def _uniform(value_dim: int = 4) -> CacheGeometry:
+    return CacheGeometry((LayerGeometry(2, 4, value_dim, None, RopeSpec.create(dim=4)),) * 3)
+
+
+def _hybrid() -> CacheGeometry:
+    local = LayerGeometry(1, 4, 4, 3, RopeSpec.create(dim=4))
+    wide = LayerGeometry(2, 6, 6, None, RopeSpec.create(theta=1e6, dim=4))
+    return CacheGeometry((local, wide, local))
+
+
+def _ring() -> KVCache:
+    """A ring of three slots that has wrapped: seven tokens were written."""
+    geometry = CacheGeometry((LayerGeometry(2, 4, 4, 3, RopeSpec.create(dim=4)),))
+    whole = _random(geometry, jnp.array([6, 4, 5]), slots=3)
+    group = dataclasses.replace(whole.groups[0], next=jnp.array([7, 7], jnp.int32), ring=True)
+    return dataclasses.replace(whole, groups=(group,))
+
+
+def _per_head() -> KVCache:
+    """Other tokens dropped in each kv head."""
+    pos = jnp.array([[[0, 1, -1, 3, 4, -1], [0, -1, 2, 3, -1, -1]]] * 2)
+    return _random(_uniform(), [pos] * 3)
+
+
+def _learned() -> KVCache:
+    return _random(CacheGeometry((LayerGeometry(2, 4, 4),) * 2), jnp.array([0, 1, 2, 3, -1, -1]))
+
+
+CACHES: dict[str, Callable[[], KVCache]] = {
+    "full": lambda: _random(_uniform(), jnp.arange(6)),
+    "ragged": lambda: _random(_uniform(), jnp.array([[0, 1, 2, 3, -1, -1], [0, 1, 2, 3, 4, 5]])),
+    "padded left": lambda: _random(_uniform(), jnp.array([-1, -1, 0, 1, 2, 3])),
+    "other value dim": lambda: _random(_uniform(value_dim=5), jnp.array([0, 1, 2, -1, -1, -1])),
+    "two groups": lambda: _random(_hybrid(), jnp.array([0, 1, 2, 3, 4, -1])),
+    "per head": _per_head,
+    "ring": _ring,
+    "learned positions": _learned,
+}
+
+
+def poison(cache: KVCache) -> KVCache:
+    """The cache with NaN in every empty slot: nothing that reads it properly may notice."""
+
+    def fill(group: CacheGroup) -> CacheGroup:
+        empty = (group.pos < 0)[..., None]
+        k, v = (jnp.where(empty, jnp.asarray(jnp.nan, x.dtype), x) for x in (group.k, group.v))
+        return dataclasses.replace(group, k=k, v=v)
+
+    return dataclasses.replace(cache, groups=tuple(fill(group) for group in cache.groups))
