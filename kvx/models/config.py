@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
+from kvx.cache.rope import with_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,19 @@ class ModelConfig:
                 for window, rope in zip(self.windows, self.ropes, strict=True)
             )
         )
+
+    def at_length(self, tokens: int) -> ModelConfig:
+        """The same configuration with the sequence length recorded in every dynamic NTK RoPE (others are unchanged).
+
+        Example:
+            >>> from kvx.cache.geometry import RopeSpec
+            >>> from kvx.models.config import tiny_config
+            >>> rope = RopeSpec.create("dynamic", dim=8, factor=2.0, original_length=16)
+            >>> tiny_config(ropes=(rope, rope)).at_length(40).ropes[0].length
+            40
+        """
+        ropes = tuple(None if rope is None else with_length(rope, tokens) for rope in self.ropes)
+        return dataclasses.replace(self, ropes=ropes)
 
 
 def tiny_config(**overrides: object) -> ModelConfig:

@@ -65,6 +65,10 @@ class Model:
         """Text of a row of token ids; negative ids (padding) are dropped."""
         return self._tokenizer().decode(tokens)
 
+    def at_length(self, tokens: int) -> Model:
+        """The same model with the longest sequence length recorded, for dynamic NTK RoPE; others are unchanged."""
+        return dataclasses.replace(self, config=self.config.at_length(tokens))
+
     def unstack(self) -> Model:
         """The same model with per-layer weights (Python loop over layers)."""
         if not self.stacked:
