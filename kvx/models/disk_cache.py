@@ -55,7 +55,9 @@ def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
-        raise KvxError(f"cannot write to {target.parent} ({error.strerror}); set KVX_CACHE to a folder that you can write to.") from error
+        raise KvxError(
+            f"cannot write to {target.parent} ({error.strerror}); set KVX_CACHE to a folder that you may write to."
+        ) from error
     try:
         fill(scratch)
         scratch.chmod(0o755)
@@ -65,7 +67,9 @@ def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
             if not target.is_dir():
                 raise
     except OSError as error:
-        raise KvxError(f"could not write {target} ({error.strerror}); free some space or set KVX_CACHE elsewhere.") from error
+        raise KvxError(
+            f"could not write {target} ({error.strerror}); free some space or set KVX_CACHE elsewhere."
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target

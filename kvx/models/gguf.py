@@ -16,6 +16,7 @@ from kvx.models.disk_cache import build_folder, cache_dir, digest_file
 from kvx.models.gguf_config import gguf_config
 from kvx.models.gguf_file import SUPPORTED_TYPES, GgufFile
 from kvx.models.hf_config import from_hf_config
+from kvx.models.progress import Hook, reporting
 from kvx.models.safetensors_folder import Entry, write_safetensors
 from kvx.models.weight_table import Row, table
 from kvx.models.weights import check_names
@@ -25,7 +26,6 @@ MANIFEST = "kvx.json"
 EMBED, HEAD = "token_embd.weight", "output.weight"
 TIED_COSINE = 0.9
 _log = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], Any]
 
 
 def converted_folder(digest: str) -> Path:
@@ -33,7 +33,7 @@ def converted_folder(digest: str) -> Path:
     return cache_dir() / "converted" / f"{digest[:24]}-v{FORMAT}"
 
 
-def convert_gguf(path: str | Path, *, digest: str | None = None, progress: Progress | None = None) -> Path:
+def convert_gguf(path: str | Path, *, digest: str | None = None, progress: Hook | bool | None = None) -> Path:
     """Convert a GGUF file into the cache folder, unless it is there already.
 
     Quantised tensors become float32 (exactly the numbers that the file means); plain float16, bfloat16 and float32
@@ -44,10 +44,11 @@ def convert_gguf(path: str | Path, *, digest: str | None = None, progress: Progr
     Args:
         path: the file.
         digest: its SHA-256 when known.
-        progress: called with (tensor, bytes done, bytes in all).
+        progress: see :func:`kvx.models.progress.reporting`.
 
     Returns:
-        A folder with ``config.json``, ``model.safetensors``, ``tokenizer.json``, ``tokenizer_config.json``, ``kvx.json``.
+        A folder that :func:`kvx.models.load.load_model` (and transformers) can load: ``config.json``,
+        ``model.safetensors``, ``tokenizer.json``, ``tokenizer_config.json``, and ``kvx.json`` with the digest.
 
     Raises:
         KvxError: unsupported architecture, tokenizer or quantisation (by name); tensors missing or not understood; a
@@ -62,11 +63,15 @@ def convert_gguf(path: str | Path, *, digest: str | None = None, progress: Progr
     if not path.is_file():
         raise KvxError(f"{path} does not exist; pass the path of a .gguf file.")
     digest = digest or digest_file(path)
-    target = converted_folder(digest)
-    return build_folder(target, lambda folder: write_converted(path, folder, digest=digest, progress=progress))
+
+    def fill(folder: Path) -> None:
+        with reporting(progress, f"converting {path.name}") as report:
+            write_converted(path, folder, digest=digest, progress=report)
+
+    return build_folder(converted_folder(digest), fill)
 
 
-def write_converted(path: Path, folder: Path, *, digest: str, progress: Progress | None = None) -> None:
+def write_converted(path: Path, folder: Path, *, digest: str, progress: Hook | None = None) -> None:
     """Write the converted form of one GGUF file into an existing folder; see :func:`convert_gguf`."""
     file = GgufFile.open(path)
     config, fields, skipped, notes = _settle(file)

@@ -53,18 +53,21 @@ class _Keys:
     def __init__(self, file: GgufFile, arch: str):
         self.file, self.arch = file, arch
 
+    def error(self, sentence: str) -> KvxError:
+        return KvxError(f"{self.file.path.name}: {sentence}")
+
     def get(self, key: str, default: Any = None) -> Any:
         value = self.file.metadata.get(f"{self.arch}.{key}", default)
         if isinstance(value, list) and value and not isinstance(value[0], bool):
             if len(set(value)) > 1:
-                raise KvxError(f"{self.file.path.name}: {self.arch}.{key} differs between layers {value}; kvx decodes uniform layers.")
+                raise self.error(f"{self.arch}.{key} differs between layers: {value}; kvx decodes uniform layers.")
             return value[0]
         return value
 
     def need(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise KvxError(f"{self.file.path.name} lacks {self.arch}.{key}; its header is incomplete; convert the model again.")
+            raise self.error(f"{self.arch}.{key} is missing from the header; convert the model again.")
         return value
 
     def eps(self, key: str) -> float:
@@ -77,7 +80,7 @@ class _Keys:
     @property
     def vocab(self) -> int:
         if not self.tensor("token_embd.weight"):
-            raise KvxError(f"{self.file.path.name} holds no token_embd.weight; it is not a whole model; pass the full GGUF.")
+            raise self.error("there is no token_embd.weight, so this is not a whole model; pass the full GGUF.")
         return self.file.tensors["token_embd.weight"].shape[0]
 
     def token_ids(self) -> Fields:
@@ -87,11 +90,11 @@ class _Keys:
 
 def _llama_like(keys: _Keys, model_type: str, **extra: Any) -> Fields:
     if keys.get("expert_count"):
-        raise KvxError(f"{keys.file.path.name} is a mixture of experts, which kvx does not decode; pass a dense model.")
+        raise keys.error("mixtures of experts are not supported; pass a dense model.")
     hidden, heads = keys.need("embedding_length"), keys.need("attention.head_count")
     head_dim = keys.get("attention.key_length") or hidden // heads
     if keys.get("attention.value_length", head_dim) != head_dim:
-        raise KvxError(f"{keys.file.path.name}: values of width {keys.get('attention.value_length')} beside keys of width {head_dim}; kvx decodes equal widths.")
+        raise keys.error(f"keys have width {head_dim}, values another; kvx decodes equal widths.")
     return {
         "model_type": model_type,
         "architectures": [_CLASSES[model_type]],
@@ -131,7 +134,7 @@ def _rope(keys: _Keys, head_dim: int) -> Fields:
     if kind == "yarn":
         return rope | _yarn(keys, float(factor))
     if kind != "none":
-        raise KvxError(f"{keys.file.path.name}: RoPE scaling {kind!r} is not supported; expected none, linear, yarn or Llama-3 frequencies.")
+        raise keys.error(f"RoPE scaling {kind!r} is not supported; expected none, linear, yarn or Llama 3's.")
     return rope
 
 
@@ -158,9 +161,9 @@ def _llama3(keys: _Keys, dim: int, theta: float) -> Fields:
     low, high = LLAMA3_RAMP["low_freq_factor"], LLAMA3_RAMP["high_freq_factor"]
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     if divisors.shape != turns.shape or not np.allclose(divisors, 1.0 / ((1 - smooth) / factor + smooth), rtol=1e-3):
-        raise KvxError(
-            f"{keys.file.path.name}: rope_freqs.weight is not Llama 3's scaling (8192 tokens, factors 1 and 4), the only one "
-            "that kvx can recover; pass the original Hugging Face folder."
+        raise keys.error(
+            "rope_freqs.weight is not Llama 3's scaling (8192 tokens, factors 1 and 4), the only one that kvx can "
+            "recover; pass the original Hugging Face folder."
         )
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_RAMP}
 

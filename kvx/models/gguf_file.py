@@ -109,7 +109,7 @@ class GgufFile:
                 try:
                     metadata, tensors = _Header(data, path).parse()
                 except (struct.error, IndexError, UnicodeDecodeError) as error:
-                    raise KvxError(f"{path} is cut short or damaged inside its GGUF header ({error}); download it again.") from error
+                    raise KvxError(f"{path} is damaged inside its header ({error}); download it again.") from error
         _check(path, size, metadata, tensors)
         return cls(path, metadata, tensors)
 
@@ -187,7 +187,7 @@ def _check(path: Path, size: int, metadata: Mapping[str, Any], tensors: Mapping[
             "join them first with `llama-gguf-split --merge`."
         )
     if "general.architecture" not in metadata:
-        raise KvxError(f"{path.name} does not name its architecture (general.architecture); it is not a language model's GGUF.")
+        raise KvxError(f"{path.name} names no general.architecture, so it is no language model; pass another file.")
     end = max((t.offset + t.nbytes for t in tensors.values()), default=0)
     if end > size:
         raise KvxError(f"{path} is cut short: {size} bytes, but its tensors end at byte {end}; download it again.")
@@ -202,7 +202,7 @@ class _Header:
     def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         magic, version, tensor_count, key_count = self.take("<4sIQQ")
         if magic != b"GGUF":
-            raise KvxError(f"{self.path} is not a GGUF file (it starts with {magic!r}); expected a file made by llama.cpp.")
+            raise KvxError(f"{self.path} is not a GGUF file (it starts with {magic!r}); pass one made by llama.cpp.")
         if version not in (2, 3):
             hint = "big-endian" if version > 1 << 16 else f"version {version}"
             raise KvxError(f"{self.path} is a {hint} GGUF; expected little-endian version 2 or 3; convert it again.")
@@ -237,7 +237,7 @@ class _Header:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise KvxError(f"{self.path} holds a metadata value of unknown type {kind}; the file is damaged or too new.")
+            raise KvxError(f"{self.path} holds a metadata value of unknown type {kind}; it is damaged or too new.")
         inner, count = self.take("<IQ")
         if inner in _SCALARS:
             return list(self.take(f"<{count}{_SCALARS[inner]}"))

@@ -145,9 +145,11 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
         tokens = [SPACE * len(t) if " " in t and not t.strip() else t for t in tokens]
     vocab = {token: i for i, token in enumerate(tokens)}
     # Gemma's scores do not follow its merge order; the order of its vocabulary does.
-    scores = {t: float(-i) for i, t in enumerate(tokens)} if gemma else dict(zip(tokens, metadata["tokenizer.ggml.scores"], strict=True))
+    scored = range(0, -len(tokens), -1) if gemma else metadata["tokenizer.ggml.scores"]
+    scores = dict(zip(tokens, scored, strict=True))
     merges = _listed_merges(metadata) or _recovered_merges(vocab, scores)
-    unknown = tokens[metadata["tokenizer.ggml.unknown_token_id"]] if "tokenizer.ggml.unknown_token_id" in metadata else None
+    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = None if unknown_id is None else tokens[unknown_id]
     tok = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True, unk_token=unknown))
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if gemma:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 import re
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from kvx.models.disk_cache import digest_all
 from kvx.models.gguf import MANIFEST, convert_gguf
 from kvx.models.hf_config import from_hf_config
 from kvx.models.model import Model
+from kvx.models.progress import Hook
 from kvx.models.safetensors_folder import SafetensorsFolder
 from kvx.models.weights import assemble, resolve_tied
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w./-]+\.gguf)?$")
+ADAPTER = "adapter_config.json"
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 Place = Callable[[tuple[str, ...], np.ndarray], jax.Array]
 _log = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ def load_model(
     tokenizer: Tokenizer | str | Path | None = None,
     adapter: str | Path | None = None,
     revision: str | None = None,
-    progress: Callable[[str, int, int], Any] | None = None,
+    progress: Hook | bool | None = None,
 ) -> Model:
     """Load a model, tensor by tensor, each straight into its place.
 
@@ -64,7 +67,8 @@ def load_model(
         tokenizer: a tokenizer, or a folder that holds one, instead of the model's own.
         adapter: folder of a LoRA adapter (PEFT layout) to merge into the weights.
         revision: hub branch, tag or commit.
-        progress: called with (what, done, total) during a conversion or download.
+        progress: a hook ``(what, done, total)`` for conversions and downloads; ``None``: a bar where somebody can see
+            it; ``False``: silence.
 
     Returns:
         The model, with tokenizer (``None`` where the source has none) and provenance.
@@ -95,8 +99,10 @@ def load_model(
         return _in_memory(name_or_path, dtype, place, stacked, _as_tokenizer(tokenizer), adapter)
     name = os.fspath(name_or_path)
     folder = _folder(name, revision, progress)
-    model = _read_folder(folder, name, dtype, place, stacked, tokenizer, adapter)
-    return model
+    if adapter is None and (folder / ADAPTER).is_file():
+        adapter = folder
+        folder = folder if (folder / "config.json").is_file() else _folder(_base_of(folder), None, progress)
+    return _read_folder(folder, name, dtype, place, stacked, tokenizer, adapter)
 
 
 def _dtype(dtype: Any) -> np.dtype:
@@ -111,10 +117,10 @@ def _dtype(dtype: Any) -> np.dtype:
 
 def _platform(mesh: jax.sharding.Mesh | None, sharding: Any) -> str:
     if mesh is not None:
-        return mesh.devices.flat[0].platform
+        return str(mesh.devices.flat[0].platform)
     if isinstance(sharding, jax.sharding.Sharding):
-        return next(iter(sharding.device_set)).platform
-    return getattr(sharding, "platform", None) or jax.default_backend()
+        return str(getattr(next(iter(sharding.device_set)), "platform"))  # noqa: B009  (absent from jax's type stubs)
+    return str(getattr(sharding, "platform", jax.default_backend()))
 
 
 def _placement(dtype: np.dtype, mesh: jax.sharding.Mesh | None, sharding: Any) -> Place:
@@ -136,7 +142,7 @@ def _placement(dtype: np.dtype, mesh: jax.sharding.Mesh | None, sharding: Any) -
     return place
 
 
-def _folder(name: str, revision: str | None, progress: Callable[[str, int, int], Any] | None) -> Path:
+def _folder(name: str, revision: str | None, progress: Hook | bool | None) -> Path:
     """The Hugging Face folder behind a name: as it is, converted, or downloaded."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -148,17 +154,15 @@ def _folder(name: str, revision: str | None, progress: Callable[[str, int, int],
     if path.is_file() and path.suffix == ".gguf":
         return convert_gguf(path, progress=progress)
     if path.is_file():
-        raise KvxError(f"{path} is a file, but not a .gguf; pass the folder that holds it (with config.json beside it).")
-    if path.suffix != ".gguf" or HUB_ID.match(name):
-        if HUB_ID.match(name):
-            return _download(name, revision, progress)
+        raise KvxError(f"{path} is a file, but not a .gguf; pass the folder that holds it, with its config.json.")
+    if HUB_ID.match(name):
+        return _download(name, revision, progress)
     raise KvxError(
-        f"{name!r} is neither a folder, a .gguf file nor a hub id; expected one of these (a hub id looks like owner/name); "
-        "check the spelling."
+        f"{name!r} is neither a folder, a .gguf file nor a hub id (which looks like owner/name); check the spelling."
     )
 
 
-def _download(name: str, revision: str | None, progress: Callable[[str, int, int], Any] | None) -> Path:
+def _download(name: str, revision: str | None, progress: Hook | bool | None) -> Path:
     """Files of a hub repository, through huggingface_hub's own cache."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
@@ -172,20 +176,33 @@ def _download(name: str, revision: str | None, progress: Callable[[str, int, int
     except Exception as error:  # huggingface_hub and its transports raise a dozen unrelated types
         raise KvxError(_hub_failure(name, error)) from error
     if not (folder / "config.json").is_file():
-        raise KvxError(f"{name} holds no config.json; if it is a GGUF repository, name the file too: {name}/<file>.gguf.")
+        raise KvxError(
+            f"{name} holds no config.json; if it is a GGUF repository, name the file too: {name}/<file>.gguf."
+        )
     return folder
 
 
 def _hub_failure(name: str, error: Exception) -> str:
     kind = type(error).__name__
     if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError"):
-        return f"{name} does not exist on the hub (or is private: set HF_TOKEN); check the name, or pass a local folder or .gguf file."
+        return (
+            f"{name} does not exist on the hub (or is private: set HF_TOKEN); check the name, "
+            "or pass a local folder or .gguf file."
+        )
     if kind == "GatedRepoError":
-        return f"{name} is gated: accept its licence on the hub and set HF_TOKEN, or pass a local folder or .gguf file."
+        return f"{name} is gated: accept its licence on the hub and set HF_TOKEN, or pass a local copy."
     return (
         f"could not fetch {name} from the hub ({kind}): no network, or the hub is unreachable; "
         "pass a local Hugging Face folder or a .gguf file instead."
     )
+
+
+def _base_of(folder: Path) -> str:
+    """The model that an adapter folder was made for."""
+    name = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not name:
+        raise KvxError(f"the adapter in {folder} does not name its base model; load that and pass adapter=.")
+    return str(name)
 
 
 def _as_tokenizer(tokenizer: Tokenizer | str | Path | None) -> Tokenizer | None:
@@ -217,9 +234,8 @@ def _read_folder(
     fields = _config_fields(folder)
     reader = SafetensorsFolder.open(folder)
     config = resolve_tied(from_hf_config(fields), reader.files, reader.read)
-    read, extra = reader.read, []
-    if adapter is None and (folder / "adapter_config.json").is_file():
-        adapter = folder
+    read: Callable[[str], np.ndarray] = reader.read
+    extra: list[Path] = []
     if adapter is not None:
         from kvx.models.adapter import Adapter
 
@@ -227,7 +243,7 @@ def _read_folder(
         read, extra = lora.merge_into(reader.read, reader.files), lora.files
     with ThreadPoolExecutor(2) as pool:
         digest = pool.submit(_weight_digest, folder, reader, extra)
-        own: Future[Tokenizer | None] = pool.submit(_own_tokenizer, folder) if tokenizer is None else pool.submit(_as_tokenizer, tokenizer)
+        own = pool.submit(_own_tokenizer, folder) if tokenizer is None else pool.submit(_as_tokenizer, tokenizer)
         params = assemble(config, read, reader.files, dtype=dtype, stacked=stacked, put=place)
         found = own.result()
         provenance = Provenance(name, digest.result(), found.digest if found else "")
@@ -237,7 +253,7 @@ def _read_folder(
 def _config_fields(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise KvxError(f"{folder} holds no config.json; expected a Hugging Face checkpoint folder; pass one, or a .gguf file.")
+        raise KvxError(f"{folder} holds no config.json; pass a Hugging Face checkpoint folder or a .gguf file.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -247,13 +263,19 @@ def _config_fields(folder: Path) -> dict[str, Any]:
 def _weight_digest(folder: Path, reader: SafetensorsFolder, adapter_files: list[Path]) -> str:
     """Identity of the weights: of a converted file, the GGUF's own SHA-256; else one over all weight files."""
     manifest = folder / MANIFEST
-    if manifest.is_file() and not adapter_files:
-        return str(json.loads(manifest.read_text())["sha256"])
-    return digest_all([*reader.paths, *adapter_files])
+    base = json.loads(manifest.read_text())["sha256"] if manifest.is_file() else digest_all(reader.paths)
+    if not adapter_files:
+        return str(base)
+    return hashlib.sha256(f"{base}+{digest_all(adapter_files)}".encode()).hexdigest()
 
 
 def _in_memory(
-    torch_model: Any, dtype: np.dtype, place: Place, stacked: bool, tokenizer: Tokenizer | None, adapter: str | Path | None
+    torch_model: Any,
+    dtype: np.dtype,
+    place: Place,
+    stacked: bool,
+    tokenizer: Tokenizer | None,
+    adapter: str | Path | None,
 ) -> Model:
     from kvx.models.weights import from_transformers
 

@@ -65,11 +65,11 @@ class SafetensorsFolder:
             raise KvxError(_no_weights(folder))
         absent = [path.name for path in paths if not path.is_file()]
         if absent:
-            raise KvxError(f"{folder} lacks {len(absent)} of {len(paths)} shards: {', '.join(absent)}; download it again.")
-        found = {name: path for path in paths for name in _header(path)}
+            raise KvxError(f"{folder} lacks shards: {', '.join(absent)}; download it again.")
+        found = {name: path for path in paths for name in tensor_names(path)}
         lost = sorted(set(names) - set(found))
         if lost:
-            raise KvxError(f"{folder}: the index names tensors that no shard holds: {', '.join(lost)}; download it again.")
+            raise KvxError(f"{folder}: no shard holds {', '.join(lost)}, which the index names; download it again.")
         return cls(found)
 
     @property
@@ -94,13 +94,18 @@ class SafetensorsFolder:
             code = f.get_slice(name).get_dtype()
             if code not in FLOATS:
                 raise KvxError(
-                    f"{self.files[name].name}: tensor {name!r} is stored as {code}; expected one of {', '.join(FLOATS)}: "
-                    "this looks like a quantised checkpoint; use the unquantised one or a GGUF file."
+                    f"{self.files[name].name}: tensor {name!r} is stored as {code}; expected one of "
+                    f"{', '.join(FLOATS)}; pass an unquantised checkpoint or a GGUF file."
                 )
             return f.get_tensor(name)
 
 
-def _header(path: Path) -> list[str]:
+def tensor_names(path: Path) -> list[str]:
+    """Names of the tensors of one safetensors file.
+
+    Raises:
+        KvxError: the file is damaged or cut short.
+    """
     from safetensors import safe_open
 
     try:
@@ -135,7 +140,9 @@ class Entry:
     blocks: Callable[[], Iterator[np.ndarray]]
 
 
-def write_safetensors(path: str | Path, entries: Iterable[Entry], *, progress: Callable[[str, int, int], Any] | None = None) -> None:
+def write_safetensors(
+    path: str | Path, entries: Iterable[Entry], *, progress: Callable[[str, int, int], Any] | None = None
+) -> None:
     """Write a safetensors file, block by block.
 
     Args:
@@ -161,7 +168,8 @@ def write_safetensors(path: str | Path, entries: Iterable[Entry], *, progress: C
     at = 0
     for entry in entries:
         size = math.prod(entry.shape) * entry.dtype.itemsize
-        header[entry.name] = {"dtype": _CODES[entry.dtype.name], "shape": list(entry.shape), "data_offsets": [at, at + size]}
+        facts = {"dtype": _CODES[entry.dtype.name], "shape": list(entry.shape), "data_offsets": [at, at + size]}
+        header[entry.name] = facts
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -172,6 +180,6 @@ def write_safetensors(path: str | Path, entries: Iterable[Entry], *, progress: C
             for block in entry.blocks():
                 f.write(np.ascontiguousarray(block, entry.dtype).reshape(-1).view(np.uint8).data)
             if f.tell() - 8 - len(text) != end:
-                raise KvxError(f"tensor {entry.name!r} does not fill its shape {entry.shape}; the input file is damaged.")
+                raise KvxError(f"tensor {entry.name!r} does not fill its shape {entry.shape}; the input is damaged.")
             if progress is not None:
                 progress(entry.name, end, at)
