@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvx.errors import KvxError
 from kvx.models.disk_cache import digest_all
 from kvx.models.gguf import MANIFEST, convert_gguf
 from kvx.models.hf_config import from_hf_config
+from kvx.models.hub import download, is_hub_id
 from kvx.models.model import Model
 from kvx.models.progress import Hook
 from kvx.models.safetensors_folder import SafetensorsFolder
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from kvx.models.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w./-]+\.gguf)?$")
 ADAPTER = "adapter_config.json"
-HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 Place = Callable[[tuple[str, ...], np.ndarray], jax.Array]
 _log = logging.getLogger(__name__)
 
@@ -155,45 +153,10 @@ def _folder(name: str, revision: str | None, progress: Hook | bool | None) -> Pa
         return convert_gguf(path, progress=progress)
     if path.is_file():
         raise KvxError(f"{path} is a file, but not a .gguf; pass the folder that holds it, with its config.json.")
-    if HUB_ID.match(name):
-        return _download(name, revision, progress)
+    if is_hub_id(name):
+        return download(name, revision=revision, progress=progress)
     raise KvxError(
         f"{name!r} is neither a folder, a .gguf file nor a hub id (which looks like owner/name); check the spelling."
-    )
-
-
-def _download(name: str, revision: str | None, progress: Hook | bool | None) -> Path:
-    """Files of a hub repository, through huggingface_hub's own cache."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    owner, repo, *file = name.split("/", 2)
-    try:
-        if file:
-            return convert_gguf(hf_hub_download(f"{owner}/{repo}", file[0], revision=revision), progress=progress)
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
-    except KvxError:
-        raise
-    except Exception as error:  # huggingface_hub and its transports raise a dozen unrelated types
-        raise KvxError(_hub_failure(name, error)) from error
-    if not (folder / "config.json").is_file():
-        raise KvxError(
-            f"{name} holds no config.json; if it is a GGUF repository, name the file too: {name}/<file>.gguf."
-        )
-    return folder
-
-
-def _hub_failure(name: str, error: Exception) -> str:
-    kind = type(error).__name__
-    if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError"):
-        return (
-            f"{name} does not exist on the hub (or is private: set HF_TOKEN); check the name, "
-            "or pass a local folder or .gguf file."
-        )
-    if kind == "GatedRepoError":
-        return f"{name} is gated: accept its licence on the hub and set HF_TOKEN, or pass a local copy."
-    return (
-        f"could not fetch {name} from the hub ({kind}): no network, or the hub is unreachable; "
-        "pass a local Hugging Face folder or a .gguf file instead."
     )
 
 
