@@ -80,7 +80,7 @@ def strict_ends(
 
     Tokens that overlap (the bytes of one emoji, an inserted ``▁``) are placed by the UTF-8 bytes of their pieces,
     counted back from the end of the last of them; where the bytes are not those of the text (compatibility forms),
-    tokens that share an end are spread evenly before it. So equal tokenizations always align one to one.
+    tokens that share an end are spread evenly over its last character. So equal tokenizations always align one to one.
 
     Args:
         offsets: int ``[T,2]`` from :func:`fill_gaps`, T > 0.
@@ -108,10 +108,11 @@ def strict_ends(
     total = np.add.reduceat(sizes, first)
     extra = total - (starts[end[last]] - starts[offsets[first, 0]])
     inserted = (first == 0) & (offsets[first, 0] == 0) & (extra == 1)
-    exact = ((extra == 0) | inserted) & (np.minimum.reduceat(sizes, first) > 0)
     summed = np.cumsum(sizes)
-    at = starts[end[last]][run] - (summed[last][run] - summed)
-    ends = np.where(exact[run], np.interp(at, starts, np.arange(len(starts))), _spread(offsets))
+    by_bytes = np.interp(starts[end[last]][run] - (summed[last][run] - summed), starts, np.arange(len(starts)))
+    inside = (np.ceil(by_bytes) == end) | (inserted[run] & (by_bytes == 0))
+    exact = ((extra == 0) | inserted) & np.logical_and.reduceat(inside & (sizes > 0), first)
+    ends = np.where(exact[run], by_bytes, _spread(end))
     ends = np.where((last == first)[run], end, ends)
     return ends, np.where((ends <= 0)[:, None], 0, offsets)
 
@@ -124,11 +125,8 @@ def _sizes(ids: np.ndarray, wanted: np.ndarray, size: Callable[[int], int]) -> n
     return sizes
 
 
-def _spread(offsets: np.ndarray) -> np.ndarray:
-    """Ends with ties spread evenly between the end before them (or the start of the last of them) and their own."""
-    end = offsets[:, 1]
+def _spread(end: np.ndarray) -> np.ndarray:
+    """Ends with ties spread evenly over the last character before them."""
     _, first, group, count = np.unique(end, return_index=True, return_inverse=True, return_counts=True)
-    before = np.append(np.minimum(end[0], 0) - (end[0] == 0), end[first[1:] - 1])
-    low = np.maximum(before, np.minimum(offsets[first + count - 1, 0], end[first] - 1))
     rank = np.arange(len(end)) - first[group] + 1
-    return low[group] + (end - low[group]) * rank / count[group]
+    return end - 1 + rank / count[group]

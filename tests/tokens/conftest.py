@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import pytest
+from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -156,13 +158,85 @@ BUILDERS = (gpt2, prefix_gpt2, smollm2, qwen2, llama3, llama2, gemma, nfkc_unigr
 LOSSLESS = {"gpt2": b"", "prefix_gpt2": b" ", "smollm2": b"", "llama3": b"", "llama2": b" ", "gemma": b""}
 
 
+class Zoo:
+    """Every tokenizer by name; prints as one word when a property fails."""
+
+    def __init__(self) -> None:
+        self._built = {build.__name__: build() for build in BUILDERS}
+
+    def __getitem__(self, name: str) -> Tokenizer:
+        return self._built[name]
+
+    def __repr__(self) -> str:
+        return "zoo"
+
+    def items(self) -> Iterable[tuple[str, Tokenizer]]:
+        return self._built.items()
+
+
 @pytest.fixture(scope="session")
-def zoo() -> dict[str, Tokenizer]:
+def zoo() -> Zoo:
     """Every tokenizer by name."""
-    return {build.__name__: build() for build in BUILDERS}
+    return Zoo()
 
 
 @pytest.fixture(scope="session")
 def lossless() -> dict[str, bytes]:
     """What the lossless ones insert before a text, by name."""
     return LOSSLESS
+
+
+SNIPPETS = [
+    *(
+        "the ",
+        "quick",
+        " fox",
+        "\n",
+        "\t",
+        "  ",
+        " ",
+        "1984",
+        "don't",
+        "naïve",
+        "Straße",
+        "e\u0301",
+        "o\u0308\u0323",
+        "\u0301",
+    ),
+    *(
+        "Быстрая",
+        "лиса",
+        "中文分词",
+        "日本語の",
+        "한국어",
+        "\u1112\u1161\u11ab",
+        "العربية",
+        "हिन्दी",
+        "ไทย",
+        "עברית",
+        "Ελληνικά",
+    ),
+    *(
+        "👩\u200d👩\u200d👧",
+        "👍🏽",
+        "🇫🇷",
+        "❤\ufe0f",
+        "\u200d",
+        "ﬃ",
+        "\ufdfa",
+        "㋿",
+        "½",
+        "\u1e9b\u0323",
+        "𝔘𝔫𝔦",
+        "\U00020bb7",
+        "\x00",
+        "\ufeff",
+    ),
+]
+TEXTS = st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=4), max_size=24).map("".join)
+
+
+@pytest.fixture(scope="session")
+def texts() -> st.SearchStrategy[str]:
+    """Texts in many scripts, with emoji sequences, combining marks, compatibility forms and random Unicode."""
+    return TEXTS
