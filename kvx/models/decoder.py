@@ -90,11 +90,11 @@ def run(model: Model, made: Request, *, collect_queries: bool = False) -> Forwar
     c, cache = model.config, grown(made)
     pos = resolve_positions(made)
     x = embed(c, model.params, made.tokens, pos)
-    layers = _scanned if model.stacked and _scannable(c, cache) else _unrolled
+    layers = _scanned if model.stacked and scannable(c, cache) else _unrolled
     x, keys, values, queries = layers(model, x, pos, cache, made.ordered)
     hidden = norm(c, model.params["final_norm"], x)
     after = _start(c, made, pos, keys, values) if cache is None else _append(cache, keys, values, pos)
-    return Forward(hidden, after, _stacked(queries) if collect_queries else None)
+    return Forward(hidden, after, stacked(queries) if collect_queries else None)
 
 
 def resolve_positions(made: Request) -> Int[Array, "B T"]:
@@ -189,7 +189,7 @@ def _unrolled(
     return x, keys, values, queries
 
 
-def _scannable(c: ModelConfig, cache: KVCache | None) -> bool:
+def scannable(c: ModelConfig, cache: KVCache | None) -> bool:
     """One compiled layer serves all: one group, and RoPE of one shape."""
     shapes = {None if rope is None else (rope.dim, rope.interleaved) for rope in c.ropes}
     return len(shapes) == 1 and (cache is None or len(cache.groups) == 1)
@@ -246,7 +246,7 @@ def _own(group: CacheGroup | None) -> tuple[Array, ...]:
     return (group.k, group.v, group.pos) if group.pos.shape[0] > 1 else (group.k, group.v)
 
 
-def _stacked(arrays: Stack, layers: Sequence[int] | None = None) -> Array:
+def stacked(arrays: Stack, layers: Sequence[int] | None = None) -> Array:
     """The given layers (all of them by default) stacked ``[L,...]``."""
     if isinstance(arrays, jax.Array):
         return arrays if layers is None or len(layers) == arrays.shape[0] else arrays[np.array(layers)]
@@ -255,7 +255,7 @@ def _stacked(arrays: Stack, layers: Sequence[int] | None = None) -> Array:
 
 def _append(cache: KVCache, keys: Stack, values: Stack, pos: Array) -> KVCache:
     layers = [group.layers for group in cache.groups]
-    return append(cache, [_stacked(keys, own) for own in layers], [_stacked(values, own) for own in layers], pos)
+    return append(cache, [stacked(keys, own) for own in layers], [stacked(values, own) for own in layers], pos)
 
 
 def _start(c: ModelConfig, made: Request, pos: Array, keys: Stack, values: Stack) -> KVCache:
@@ -270,7 +270,7 @@ def _start(c: ModelConfig, made: Request, pos: Array, keys: Stack, values: Stack
     count = (pos >= 0).sum(axis=1, dtype=jnp.int32)
     groups = []
     for group in cache.groups:
-        k, v = (_fit(_stacked(x, group.layers), size, 3, 0) for x in (keys, values))
+        k, v = (_fit(stacked(x, group.layers), size, 3, 0) for x in (keys, values))
         zero = jnp.zeros((), dtype)
         groups.append(CacheGroup(jnp.where(filled, k, zero), jnp.where(filled, v, zero), where, count, group.layers))
     return KVCache(tuple(groups), False, c.geometry)
