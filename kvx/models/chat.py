@@ -95,3 +95,7 @@ def render_chat(
         raise KvxError(f"the chat template tried something unsafe and was stopped: {error.message}.") from None
     except TemplateError as error:
         raise KvxError(f"the chat template rejects these messages: {error.message}.") from None
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise KvxError(
+            f"the chat template failed on these messages ({type(error).__name__}: {error}); check roles and contents."
+        ) from error

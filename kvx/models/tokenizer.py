@@ -254,6 +254,8 @@ class Tokenizer:
     def decode_stream(self, ids: Iterable[int], *, skip_special: bool = True) -> Iterator[str]:
         """Text of tokens as they arrive, in pieces that never cut a character; joined, they are ``decode(ids)``.
 
+        (Except where a byte-fallback token makes no character with the ones before it: they are text already.)
+
         Args:
             ids: token ids, for example from a streaming generator.
             skip_special: leave out special tokens.
@@ -351,7 +353,7 @@ def _byte_level_bytes() -> dict[str, int]:
 def _resolve(backend: tokenizers.Tokenizer, token: str | int) -> int:
     """Id of a token given as text or id."""
     found = backend.token_to_id(token) if isinstance(token, str) else token
-    if found is None:
+    if found is None or backend.id_to_token(found) is None:
         raise KvxError(f"token {token!r} is not in this tokenizer's vocabulary; pass one that is, or none.")
     return found
 
