@@ -134,6 +134,7 @@ def blank(cache: KVCache) -> KVCache:
     return KVCache(tuple(blank_group(g) for g in cache.groups), cache.rotated, cache.geometry)
 
 
+@jax.jit
 def blank_group(group: CacheGroup) -> CacheGroup:
     """One group with zeros in its empty slots."""
     filled = (group.pos >= 0)[..., None]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvx.cache.build import blank, blank_group, check_positions, concrete, last_filled
+from kvx.cache.build import blank_group, check_positions, concrete, last_filled
 from kvx.cache.cache import CacheGroup, KVCache
 from kvx.errors import KvxError
 
@@ -116,11 +117,12 @@ def compact(cache: KVCache) -> KVCache:
         >>> compact(cache).groups[0].pos.ravel().tolist()
         [3, 7, -1, -1]
     """
+    return dataclasses.replace(cache, groups=tuple(_sort(group) for group in cache.groups))
 
-    def sort(group: CacheGroup) -> CacheGroup:
-        order = jnp.argsort(jnp.where(group.pos >= 0, group.pos, np.iinfo(np.int32).max), axis=-1, stable=True)
-        pos = jnp.take_along_axis(group.pos, order, axis=-1)
-        k, v = (jnp.take_along_axis(x, order[..., None], axis=-2) for x in (group.k, group.v))
-        return CacheGroup(k, v, pos, last_filled(pos), group.layers, False)
 
-    return blank(dataclasses.replace(cache, groups=tuple(sort(group) for group in cache.groups)))
+@jax.jit
+def _sort(group: CacheGroup) -> CacheGroup:
+    order = jnp.argsort(jnp.where(group.pos >= 0, group.pos, np.iinfo(np.int32).max), axis=-1, stable=True)
+    pos = jnp.take_along_axis(group.pos, order, axis=-1)
+    k, v = (jnp.take_along_axis(x, order[..., None], axis=-2) for x in (group.k, group.v))
+    return blank_group(CacheGroup(k, v, pos, last_filled(pos), group.layers, False))

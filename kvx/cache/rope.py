@@ -269,6 +269,14 @@ def rotate_with(
             f"positions of shape {pos.shape} do not fit vectors of shape {x.shape}; expected one axis less, with size "
             "1 where they are shared (pos[:, None] for positions [B,T] and vectors [B,K,T,D])."
         )
+    return _rotate_compiled(x, pos, inv_freq, factor, interleaved, inverse)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _rotate_compiled(
+    x: Array, pos: Array, inv_freq: Array, factor: float | Array, interleaved: bool, inverse: bool
+) -> Array:
+    """One compilation a shape when called eagerly; inlined when called inside another jitted function."""
     cos, sin = cos_sin(pos, inv_freq, 1.0 / factor if inverse else factor)
     return rotate_by(x, cos, -sin if inverse else sin, interleaved=interleaved)
 

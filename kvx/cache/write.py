@@ -106,6 +106,7 @@ def write_positions(pos: Array, positions: Array, plan: WritePlan) -> Array:
     return write_slots(pos[..., None], chunk, plan)[..., 0]
 
 
+@jax.jit
 def append_group(group: CacheGroup, keys: Array, values: Array, positions: Array) -> CacheGroup:
     """Append one chunk (``[L,B,K,t,D]``, ``[L,B,K,t,Dv]``, ``[B,t]``) to one group; empty slots are not blanked."""
     plan = plan_write(group.next, group.slots, group.ring, positions)
