@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -30,6 +31,7 @@ class WritePlan:
     next: Array
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def plan_write(next: Array, slots: int, ring: bool, positions: Array) -> WritePlan:
     """Plan to write a chunk at ``next``: real tokens close up, padding is skipped.
 

@@ -99,10 +99,11 @@ def test_slices_by_position_partition_a_cache(mask: list[list[bool]], cut: int) 
 
 @LAWS
 @given(masks, masks, masks)
-def test_concatenate_is_associative_with_the_empty_cache_as_unit(*three: list[list[bool]]) -> None:
-    a, b, c = (
-        shift_positions(feed(start("window"), consecutive(mask), seed=i), 20 * i) for i, mask in enumerate(three)
-    )
+def test_concatenate_is_associative_with_the_empty_cache_as_unit(
+    one: list[list[bool]], two: list[list[bool]], three: list[list[bool]]
+) -> None:
+    rows = enumerate((one, two, three))
+    a, b, c = (shift_positions(feed(start("window"), consecutive(mask), seed=i), 20 * i) for i, mask in rows)
     assert_same(concatenate(concatenate(a, b), c), concatenate(a, concatenate(b, c)))
     assert triples(concatenate(a, start(), b)) == triples(concatenate(a, b))
     assert triples(compact(concatenate(c, a, b))) == triples(concatenate(a, b, c))
