@@ -130,12 +130,17 @@ def _placement(dtype: np.dtype, mesh: jax.sharding.Mesh | None, sharding: Any) -
 
         sharding = lambda path, shape: parameter_sharding(mesh, path, shape)  # noqa: E731
 
+    last: list[jax.Array] = []
+
     def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
         where = sharding(path, array.shape) if callable(sharding) else sharding
         array = array.astype(dtype, copy=False)
-        if where is None or isinstance(where, jax.Device):
-            return jax.device_put(array, where)
-        return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+        jax.block_until_ready(last)  # one transfer in flight at most: host copies would pile up behind a slow device
+        if isinstance(where, jax.sharding.Sharding):
+            last[:] = [jax.make_array_from_callback(array.shape, where, lambda index: array[index])]
+        else:
+            last[:] = [jax.device_put(array, where)]
+        return last[0]
 
     return place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -119,7 +120,7 @@ def assemble(
     bad: list[str] = []
     for row in rows:
         repeats = config.num_layers if row.per_layer else 1
-        stack = np.empty((repeats, *row.shape), dtype) if row.per_layer and stacked else None
+        stack = _buffer((repeats, *row.shape), dtype) if row.per_layer and stacked else None
         for i in range(repeats):
             name = row.name(naming, i)
             array = _convert(row, get_tensor(known[name]), naming, dtype)
@@ -189,7 +190,17 @@ def _convert(row: Row, tensor: Any, naming: str, dtype: Any) -> np.ndarray:
         array = np.split(array, row.part[1], axis=-1)[row.part[0]]
     if array.shape not in (row.shape, row.matrix):
         return array
-    return np.ascontiguousarray(array.reshape(row.shape).astype(dtype, copy=False))
+    out = _buffer(row.shape, dtype)
+    out[...] = array.reshape(row.shape)
+    return out
+
+
+def _buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Empty host array on a 64-byte boundary, which ``jax.device_put`` on CPUs takes over instead of copying."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _set(tree: dict[str, Any], path: Path, value: Any) -> None:
