@@ -57,8 +57,14 @@ class Model:
             )
         return self.tokenizer
 
-    def encode(self, text: str, *, bos: bool = False) -> Encoding:
-        """Tokens of ``text`` with character offsets; see :class:`kvx.models.tokenizer.Encoding`."""
+    def encode(self, text: str, *, bos: bool | None = None) -> Encoding:
+        """Tokens of ``text`` with character offsets; see :class:`kvx.models.tokenizer.Encoding`.
+
+        Args:
+            text: one text.
+            bos: whether BOS comes first; ``None``: as the model wants for a text of its own (what ``kvx.align``
+                expects of a source cache). Pass ``False`` for a boundary, which continues a cache.
+        """
         return self._tokenizer().encode(text, bos=bos)
 
     def decode(self, tokens: Sequence[int] | jax.Array) -> str:
