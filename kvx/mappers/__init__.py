@@ -1,0 +1,9 @@
+"""Mappers: closed-form, linear cache maps, one short file a method."""
+
+from kvx.mappers.base import CacheMap, Mapper
+from kvx.mappers.chain import chain
+from kvx.mappers.controls import constant, random
+from kvx.mappers.full_head import full_head
+from kvx.mappers.identity import identity
+
+__all__ = ["CacheMap", "Mapper", "chain", "constant", "full_head", "identity", "random"]

@@ -1,0 +1,229 @@
+"""Solve the entries of a support table from moments: ridge chosen on held-out moments, then fitted on all rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvx.errors import KvxError
+from kvx.fitting.moments import Moments
+from kvx.fitting.normal import Normals
+from kvx.fitting.solve import Solution, factor
+from kvx.mappers.base import COMPONENTS, Entry, EntryReport, Fitted
+
+RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
+SKETCH_FROM = 4096
+SKETCH = 48
+Report = Callable[[str, int, int], object]
+Parts = tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass
+class _Choice:
+    """Best ridge so far for one entry."""
+
+    r2: np.ndarray
+    ridge: float
+
+
+def regress(
+    moments: Moments,
+    held_out: Moments | None,
+    entries: Sequence[Entry],
+    ridges: Sequence[float] = RIDGES,
+    *,
+    progress: Report = lambda what, done, total: None,
+) -> list[Fitted]:
+    """Fit every entry: ``W = argmin sum w |y - nu - (x - mu) W|^2 + ridge``, one factorisation per set of source parts.
+
+    With several ridges each entry takes the one that predicts the held-out rows best; it is then fitted on all rows,
+    the held-out ones included. Entries that read the same parts share the Gram and its factors.
+
+    Args:
+        moments: rows to fit.
+        held_out: rows of other texts, about the same pivot; needed to choose among several ridges.
+        entries: blocks of outputs and what feeds them.
+        ridges: candidates, on the scaled Gram.
+        progress: called with (what, entries done, entries in all).
+
+    Returns:
+        One solved block for each entry, in their order.
+
+    Raises:
+        KvxError: several ridges without held-out rows, or a system that cannot be solved (naming layer and heads).
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from kvx.fitting.moments import start
+        >>> from kvx.fitting.plan import Plan
+        >>> from kvx.fitting.regress import regress
+        >>> from kvx.mappers.base import Entry
+        >>> x = jnp.array(np.random.default_rng(0).normal(size=(200, 2)), jnp.float32)
+        >>> moments = start(Plan.create([(1, 1)], [(2, 2)]), x, jnp.concatenate([x, 2 * x], axis=1))
+        >>> fitted = regress(moments, None, [Entry(0, 1, (0, 1), 2, ((0, 0, 2),))], [1e-6])
+        >>> fitted[0].coefficients.round(2).tolist()
+        [[2.0, 0.0], [0.0, 2.0]]
+    """
+    ridges = sorted({float(ridge) for ridge in ridges})
+    if not ridges or (len(ridges) > 1 and held_out is None):
+        raise KvxError(
+            f"choosing among {len(ridges)} ridges needs held-out moments; fit with held_out above 0, or give one ridge."
+        )
+    train = Normals(moments)
+    held = None if held_out is None else Normals(held_out)
+    both = train if held_out is None else Normals(moments, held_out)
+    fitted: dict[int, Fitted] = {}
+    for parts, members in _shared(entries).items():
+        chosen = {i: _Choice(np.array([]), ridges[0]) for i in members}
+        if held is not None:
+            chosen = _choose(train, held, parts, {i: entries[i] for i in members}, ridges)
+        for i, one in _solve(both, parts, {i: entries[i] for i in members}, chosen):
+            fitted[i] = one
+            progress(entries[i].name, len(fitted), len(entries))
+    return [fitted[i] for i in range(len(entries))]
+
+
+def scores(
+    moments: Moments, held_out: Moments, entries: Sequence[Entry], ridge: float, *, progress: Report | None = None
+) -> list[np.ndarray]:
+    """Held-out explained variance of each entry's outputs, per head, by the fit without the held-out rows.
+
+    Args:
+        moments, held_out, entries: as for :func:`regress`.
+        ridge: one for all.
+        progress: called with (what, entries done, entries in all).
+
+    Returns:
+        For each entry float64 ``[heads]`` (one number for entries too wide to score head by head).
+    """
+    train, held = Normals(moments), Normals(held_out)
+    found: dict[int, np.ndarray] = {}
+    for parts, members in _shared(entries).items():
+        best = _choose(train, held, parts, {i: entries[i] for i in members}, [ridge])
+        found |= {i: choice.r2 for i, choice in best.items()}
+        if progress is not None:
+            progress("scoring", len(found), len(entries))
+    return [found[i] for i in range(len(entries))]
+
+
+def _shared(entries: Sequence[Entry]) -> dict[Parts, list[int]]:
+    """Entries by what feeds them."""
+    groups: dict[Parts, list[int]] = {}
+    for i, entry in enumerate(entries):
+        groups.setdefault(entry.parts, []).append(i)
+    return groups
+
+
+def _choose(
+    train: Normals,
+    held: Normals,
+    parts: Parts,
+    entries: dict[int, Entry],
+    ridges: Sequence[float],
+) -> dict[int, _Choice]:
+    """For each entry the ridge with the best held-out explained variance (mean over heads)."""
+    gram, floor = train.gram(parts), train.floor(parts)
+    shift = held.mean(parts) - train.mean(parts)
+    problems = {i: _problem(train, held, parts, entry) for i, entry in entries.items()}
+    best: dict[int, _Choice] = {}
+    for ridge in ridges:
+        factored = factor(gram, ridge, floor=floor, where=next(iter(entries.values())).name)
+        solved = {
+            i: dataclasses.replace(factored, where=entries[i].name).solve(p.cross).coefficients
+            for i, p in problems.items()
+        }
+        quadratic = held.times_gram(parts, np.concatenate([*solved.values()], axis=1))
+        column = 0
+        for i, w in solved.items():
+            aw = quadratic[:, column : column + w.shape[1]]
+            column += w.shape[1]
+            r2 = problems[i].r2(w, aw, shift)
+            if i not in best or r2.mean() > best[i].r2.mean():
+                best[i] = _Choice(r2, ridge)
+    return best
+
+
+@dataclasses.dataclass
+class _Problem:
+    """Moments of one entry's outputs (or, for wide systems, of random sign combinations of them)."""
+
+    cross: np.ndarray
+    held_cross: np.ndarray
+    variance: np.ndarray
+    mean_shift: np.ndarray
+    heads: int
+
+    def r2(self, w: np.ndarray, aw: np.ndarray, shift: np.ndarray) -> np.ndarray:
+        """Held-out explained variance per head; an error of the mean counts as error."""
+        error = self.variance + np.einsum("pq,pq->q", w, aw - 2 * self.held_cross) + (self.mean_shift - shift @ w) ** 2
+        return _r2(error, self.variance, self.heads)
+
+
+def _problem(train: Normals, held: Normals, parts: Parts, entry: Entry) -> _Problem:
+    columns, where = entry.columns, (entry.target, entry.component)
+    cross, held_cross = (n.cross(parts, *where)[:, columns] for n in (train, held))
+    covariance = held.output_covariance(*where)[columns, columns]
+    shift = (held.output_mean(*where) - train.output_mean(*where))[columns]
+    if len(cross) < SKETCH_FROM or cross.shape[1] <= SKETCH:
+        return _Problem(cross, held_cross, np.diag(covariance), shift, entry.heads[1] - entry.heads[0])
+    signs = np.random.default_rng(entry.target).choice([-1.0, 1.0], size=(cross.shape[1], SKETCH))
+    variance = np.einsum("qs,qs->s", signs, covariance @ signs)
+    return _Problem(cross @ signs, held_cross @ signs, variance, shift @ signs, 1)
+
+
+def _r2(error: np.ndarray, variance: np.ndarray, heads: int) -> np.ndarray:
+    lost, all_of_it = (part.reshape(heads, -1).sum(axis=1) for part in (error, variance))
+    return 1.0 - lost / np.where(all_of_it > 0, all_of_it, 1.0)
+
+
+def _solve(
+    both: Normals, parts: Parts, entries: dict[int, Entry], chosen: dict[int, _Choice]
+) -> Iterator[tuple[int, Fitted]]:
+    """Final fits, one factorisation for each ridge that was chosen."""
+    gram, floor, center = both.gram(parts), both.floor(parts), both.mean(parts)
+    for ridge in sorted({choice.ridge for choice in chosen.values()}):
+        members = [i for i in entries if chosen[i].ridge == ridge]
+        factored = factor(gram, ridge, floor=floor, where=entries[members[0]].name)
+        for i in members:
+            entry = entries[i]
+            cross = both.cross(parts, entry.target, entry.component)[:, entry.columns]
+            solution = dataclasses.replace(factored, where=entry.name).solve(cross)
+            yield i, _finish(both, entry, solution, cross, np.diag(gram), center, chosen[i].r2)
+
+
+def _finish(
+    both: Normals,
+    entry: Entry,
+    solution: Solution,
+    cross: np.ndarray,
+    variance: np.ndarray,
+    center: np.ndarray,
+    r2: np.ndarray,
+) -> Fitted:
+    """Coefficients, means and the covariance of the fitted outputs, ``W'AW = W'B - ridge W' diag(A) W``."""
+    heads, w = entry.heads[1] - entry.heads[0], solution.coefficients
+    by_head = w.reshape(len(w), heads, -1)
+    crossed = cross.reshape(by_head.shape)
+    covariance = np.einsum("phd,phe->hde", by_head, crossed, optimize=True)
+    shrunk = (solution.ridge * variance)[:, None, None] * by_head
+    covariance -= np.einsum("phd,phe->hde", by_head, shrunk, optimize=True)
+    covariance = (covariance + covariance.swapaxes(1, 2)) / 2
+    total = np.diag(both.output_covariance(entry.target, entry.component))[entry.columns]
+    explained = np.einsum("hdd->hd", covariance).ravel()
+    error = total - 2 * np.einsum("pq,pq->q", w, cross) + explained
+    report = EntryReport(
+        entry.target,
+        COMPONENTS[entry.component],
+        entry.heads,
+        entry.source_layers,
+        solution.ridge,
+        float(_r2(error, total, heads).mean()),
+        tuple(float(x) for x in r2),
+        solution.condition,
+        solution.residual,
+        solution.escalations,
+    )
+    mean = both.output_mean(entry.target, entry.component)[entry.columns]
+    return Fitted(w, center, mean, covariance, report)

@@ -1,0 +1,134 @@
+"""Toy pairs with a known answer: for examples, tests and a first look at a new method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvx.alignment import Alignment
+from kvx.cache.build import from_arrays
+from kvx.cache.cache import KVCache
+from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
+from kvx.fitting.pairs import PairBatch, Pairs
+from kvx.mappers.full_head import nearest_layers
+from kvx.mappers.linear import aligned_rows
+
+SOURCE = CacheGeometry((LayerGeometry(2, 4, 4, rope=RopeSpec.create(dim=4)),) * 3)
+TARGET = CacheGeometry((LayerGeometry(1, 6, 6, rope=RopeSpec.create(dim=6)),) * 2)
+
+
+def toy_pairs(
+    source: CacheGeometry = SOURCE,
+    target: CacheGeometry = TARGET,
+    *,
+    batches: int = 8,
+    batch_size: int = 4,
+    length: int = 16,
+    reads: int = 1,
+    noise: float = 0.0,
+    prefix: int = 1,
+    dtype: Any = jnp.float32,
+    seed: int = 0,
+) -> Pairs:
+    """Random source caches, and target caches that are an affine function of their nearest source layers.
+
+    Every target layer reads keys and values of all heads of the ``reads`` nearest source layers; so a map with at least
+    as many layers fits it exactly, up to ``noise``. Sequences are an eighth shorter than ``length`` and padded.
+
+    Args:
+        source, target: geometries.
+        batches, batch_size, length: of the stream.
+        reads: source layers that each target layer depends on.
+        noise: standard deviation added to the target, whose signal has about 1.
+        prefix: tokens of the prefix.
+        dtype: of the caches.
+        seed: of everything random.
+
+    Returns:
+        Pairs like those of :func:`kvx.pairs`.
+
+    Example:
+        >>> from kvx.fitting.synthetic import toy_pairs
+        >>> batch = next(iter(toy_pairs()))
+        >>> batch.source.keys(0).shape, batch.target.keys(0).shape, int(batch.weight.sum())
+        ((4, 2, 16, 4), (4, 1, 16, 6), 56)
+    """
+    rng = np.random.default_rng(seed)
+    truth = _truth(source, target, reads, rng)
+    first = _random_cache(target, 1, prefix, prefix, rng, dtype) if prefix else None
+
+    def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
+        draw = np.random.default_rng(seed + 1)
+        for n in range(batches):
+            yield _batch(source, target, truth, draw, batch_size, length, noise, dtype, n * batch_size)
+            report(100.0 * (n + 1) / batches)
+
+    facts = {"toy": seed, "batches": batches, "batch_size": batch_size, "length": length, "noise": noise}
+    return Pairs(stream, source, target, prefix=first, provenance={"source": None, "target": None}, facts=facts)
+
+
+def _truth(
+    source: CacheGeometry, target: CacheGeometry, reads: int, rng: np.random.Generator
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Coefficients ``[P,Q]`` and bias ``[Q]`` of each target layer."""
+    widths = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in source.layers]
+    starts = np.cumsum([0, *widths])
+    truth = []
+    for layer, near in zip(target.layers, nearest_layers(source.num_layers, target.num_layers, reads), strict=True):
+        outputs = layer.kv_heads * (layer.key_dim + layer.value_dim)
+        w = np.zeros((starts[-1], outputs))
+        for i in near:
+            w[starts[i] : starts[i + 1]] = rng.normal(size=(widths[i], outputs)) / np.sqrt(widths[i] * len(near))
+        truth.append((w, 3 * rng.normal(size=outputs)))
+    return truth
+
+
+def _random_cache(
+    geometry: CacheGeometry, batch: int, length: int, slots: int, rng: np.random.Generator, dtype: Any
+) -> KVCache:
+    pos = np.where(np.arange(slots) < length, np.arange(slots), -1).astype(np.int32)
+    sides = [
+        [
+            jnp.asarray(rng.normal(size=(batch, g.kv_heads, slots, d)) + 1.0, dtype)
+            for g, d in zip(geometry.layers, dims, strict=True)
+        ]
+        for dims in ([g.key_dim for g in geometry.layers], [g.value_dim for g in geometry.layers])
+    ]
+    return from_arrays(sides[0], sides[1], jnp.asarray(pos), geometry)
+
+
+def _batch(
+    source: CacheGeometry,
+    target: CacheGeometry,
+    truth: list[tuple[np.ndarray, np.ndarray]],
+    rng: np.random.Generator,
+    batch: int,
+    slots: int,
+    noise: float,
+    dtype: Any,
+    first: int,
+) -> PairBatch:
+    """One batch: the alignment reads the source in its own order, one slot a token."""
+    length = slots - slots // 8
+    cache = _random_cache(source, batch, length, slots, rng, dtype)
+    pos = np.where(np.arange(slots) < length, np.arange(slots), -1).astype(np.int32)
+    real = np.broadcast_to(pos >= 0, (batch, slots))
+    index = np.where(real, np.arange(slots), 0)[..., None].astype(np.int32)
+    alignment = Alignment(
+        jnp.asarray(index), jnp.asarray(real[..., None].astype(np.float32)), jnp.asarray(np.tile(pos, (batch, 1)))
+    )
+    x = np.asarray(aligned_rows(cache, alignment), np.float64)
+    keys: list[Array] = []
+    values: list[Array] = []
+    for layer, (w, bias) in zip(target.layers, truth, strict=True):
+        y = x @ w + bias
+        y = y + noise * rng.normal(size=y.shape)
+        split = layer.kv_heads * layer.key_dim
+        for rows, width, side in ((y[..., :split], layer.key_dim, keys), (y[..., split:], layer.value_dim, values)):
+            side.append(jnp.asarray(rows.reshape(batch, slots, layer.kv_heads, width).swapaxes(1, 2), dtype))
+    written = from_arrays(keys, values, jnp.asarray(pos), target)
+    return PairBatch(cache, written, alignment, jnp.asarray(real, jnp.float32), tuple(range(first, first + batch)))

@@ -1,0 +1,162 @@
+"""The full-head map: every target head reads all kv heads of a few source layers; closed-form ridge (Heo et al.)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvx.alignment import Alignment
+from kvx.cache.cache import KVCache
+from kvx.cache.geometry import CacheGeometry
+from kvx.errors import KvxError
+from kvx.mappers.base import Entry
+from kvx.mappers.linear import LinearParams, apply_linear, assemble, part_of
+
+if TYPE_CHECKING:
+    from kvx.fitting.moments import Moments
+
+RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
+RANKING_RIDGE = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class FullHead:
+    """Settings of the full-head map; build with :func:`full_head`.
+
+    Attributes:
+        layers: source layers that feed each target layer, or ``"all"``.
+        inputs: ``"both"``: keys and values feed keys and values; ``"same"``: each only its own kind.
+        choice: ``"nearest"`` in depth, or ``"best"`` by held-out explained variance.
+        ridges: candidates; with several, each target layer and component takes the best on held-out rows.
+    """
+
+    layers: int | str = 7
+    inputs: str = "both"
+    choice: str = "nearest"
+    ridges: tuple[float, ...] = RIDGES
+
+    def reach(self, source: CacheGeometry, target: CacheGeometry) -> tuple[tuple[int, ...], ...] | None:
+        """Source layers that may feed each target layer; ``None`` when any may."""
+        if self.choice == "best" or self.layers == "all":
+            return None
+        return nearest_layers(source.num_layers, target.num_layers, int(self.layers))
+
+    def fit(self, moments: Moments, held_out: Moments | None = None) -> LinearParams:
+        """Solve for every target layer; see :func:`full_head`.
+
+        Args:
+            moments: of a pair whose geometries are ``moments.source`` and ``moments.target``.
+            held_out: rows of other texts; needed to choose layers or among several ridges, and fitted too in the end.
+
+        Returns:
+            Parameters; ``params.report`` tells how each entry went.
+        """
+        source, target = moments.source, moments.target
+        supports = self._supports(moments, held_out)
+        entries = [
+            self._entry(source, target, layer, component, supports[layer])
+            for layer in range(target.num_layers)
+            for component in (0, 1)
+        ]
+        fitted = moments.regress(held_out, entries, self.ridges)
+        return assemble(fitted, [[layers] for layers in supports], source, target, inputs=self.inputs)
+
+    def apply(self, params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
+        """The target's cache of the context; see :func:`kvx.mappers.linear.apply_linear`."""
+        return apply_linear(params, cache, alignment)
+
+    def _entry(
+        self, source: CacheGeometry, target: CacheGeometry, layer: int, component: int, layers: tuple[int, ...]
+    ) -> Entry:
+        shape = target.layers[layer]
+        kinds = (0, 1) if self.inputs == "both" else (component,)
+        parts = tuple(part_of(source.layers[i], i, kind) for i in layers for kind in kinds)
+        channels = (shape.key_dim, shape.value_dim)[component]
+        return Entry(layer, component, (0, shape.kv_heads), channels, parts)
+
+    def _supports(self, moments: Moments, held_out: Moments | None) -> tuple[tuple[int, ...], ...]:
+        source, target = moments.source, moments.target
+        count = source.num_layers if self.layers == "all" else int(self.layers)
+        if self.choice == "nearest" or count >= source.num_layers:
+            return nearest_layers(source.num_layers, target.num_layers, count)
+        if held_out is None:
+            raise KvxError("choosing source layers by score needs held-out moments; fit with held_out above 0.")
+        singles = [
+            self._entry(source, target, layer, component, (one,))
+            for one in range(source.num_layers)
+            for layer in range(target.num_layers)
+            for component in (0, 1)
+        ]
+        scores = np.array([score.mean() for score in moments.scores(held_out, singles, RANKING_RIDGE)])
+        ranked = scores.reshape(source.num_layers, target.num_layers, 2).mean(axis=2)
+        best = np.argsort(-ranked, axis=0, kind="stable")[:count]
+        return tuple(tuple(sorted(column.tolist())) for column in best.T)
+
+
+def full_head(
+    layers: int | Literal["all"] = 7,
+    inputs: Literal["both", "same"] = "both",
+    choice: Literal["nearest", "best"] = "nearest",
+    ridge: float | tuple[float, ...] | None = None,
+) -> FullHead:
+    """Ridge regression of each target layer's keys and values on all heads of k source layers.
+
+    ``y = nu + (x - mu) W`` with ``W = (A + ridge diag A)^-1 B``, where x are the un-rotated keys and values of the k
+    source layers on the target's tokens, A is their covariance and B that with y. One Gram serves all heads of a layer.
+
+    Args:
+        layers: k, or ``"all"`` source layers.
+        inputs: ``"both"``: keys and values feed keys and values (better, twice the coefficients); ``"same"``: each only
+            its own kind.
+        choice: ``"nearest"``: source layers nearest in relative depth; ``"best"``: those that explain most held-out
+            variance alone, averaged over heads and over keys and values.
+        ridge: on the scaled Gram, without unit; ``None``: chosen on held-out rows from 1e-4 ... 1 for each target layer
+            and component; a tuple: chosen among these.
+
+    Returns:
+        The method; fit it with :func:`kvx.fit`.
+
+    Raises:
+        KvxError: settings out of range.
+
+    Example:
+        >>> import kvx
+        >>> from kvx.fitting.synthetic import toy_pairs
+        >>> from kvx.mappers import full_head
+        >>> mapper, report = kvx.fit(full_head(layers=2), toy_pairs(), progress=False)
+        >>> mapper.params.keys[0].coefficients.shape  # [L, entries, P, K, D]
+        (2, 1, 32, 1, 6)
+        >>> report.r2_held_out > 0.99
+        True
+
+    Reference: Heo et al., arXiv 2608.03893 (``inputs="same"``, ``choice="best"``).
+    """
+    if layers != "all" and not (isinstance(layers, int) and layers >= 1):
+        raise KvxError(f"layers is {layers!r}; expected a number of source layers of at least 1, or 'all'.")
+    if inputs not in ("both", "same"):
+        raise KvxError(f"inputs is {inputs!r}; expected 'both' or 'same'.")
+    if choice not in ("nearest", "best"):
+        raise KvxError(f"choice is {choice!r}; expected 'nearest' or 'best'.")
+    ridges = RIDGES if ridge is None else ridge if isinstance(ridge, tuple) else (float(ridge),)
+    if not ridges or not all(0 <= r < float("inf") for r in ridges):
+        raise KvxError(f"ridge is {ridge!r}; expected a number of at least 0, a tuple of them, or None to choose one.")
+    return FullHead(layers, inputs, choice, tuple(float(r) for r in ridges))
+
+
+def nearest_layers(source_layers: int, target_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """For each target layer the ``count`` consecutive source layers around the one at the same relative depth.
+
+    Example:
+        >>> from kvx.mappers.full_head import nearest_layers
+        >>> nearest_layers(5, 3, 2)
+        ((0, 1), (2, 3), (3, 4))
+    """
+    count = min(count, source_layers)
+    found = []
+    for layer in range(target_layers):
+        depth = layer * (source_layers - 1) / max(target_layers - 1, 1)
+        first = int(np.clip(np.floor(depth - (count - 1) / 2 + 0.5), 0, source_layers - count))
+        found.append(tuple(range(first, first + count)))
+    return tuple(found)
