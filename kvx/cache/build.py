@@ -58,7 +58,7 @@ def from_arrays(
         >>> cache.next_position().tolist(), cache.groups[0].next.tolist(), float(cache.keys(0)[0, 0, 4, 0])
         ([3], [3], 0.0)
     """
-    count = geometry.num_layers
+    count = check_geometry(geometry).num_layers
     for name, given in (("keys", keys), ("values", values)):
         if len(given) != count:
             raise KvxError(f"{name} hold {len(given)} layers but the geometry has {count}; give one array per layer.")
@@ -165,6 +165,7 @@ def empty(geometry: CacheGeometry, batch: int, slots: int, dtype: Any = jnp.floa
         >>> [(g.layers, g.slots) for g in empty(geometry, 2, 32).groups]
         [((0, 1), 32)]
     """
+    check_geometry(geometry)
     if keep not in ("all", "window"):
         raise KvxError(f"keep is {keep!r}; expected 'all' or 'window'.")
     if batch < 1 or slots < 0:
@@ -201,6 +202,22 @@ def check(cache: KVCache) -> KVCache:
         _check_group(group, cache.geometry, cache.groups[0].k.shape[1] if cache.groups[0].k.ndim == 5 else 0)
         check_positions(group.pos, f"layers {group.layers}")
     return cache
+
+
+def check_geometry(geometry: CacheGeometry) -> CacheGeometry:
+    """Return the geometry if it can be part of a compiled program: plain numbers and tuples all the way down.
+
+    Raises:
+        KvxError: it is not hashable (an array or a list in it: the second jitted call would fail).
+    """
+    try:
+        hash(geometry)
+    except TypeError as error:
+        raise KvxError(
+            f"the geometry is not hashable ({error}); expected plain numbers and tuples: convert arrays with int() or "
+            "float(), lists with tuple()."
+        ) from None
+    return geometry
 
 
 def _check_group(group: CacheGroup, geometry: CacheGeometry, batch: int) -> None:

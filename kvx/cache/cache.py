@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
 from kvx.typing import pytree, static
+
+
+def _facts(x: Any) -> str:
+    """``float32[1,2,3]`` of an array; the type's name of a placeholder."""
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    return type(x).__name__ if shape is None else f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """``layers 0-4,6``."""
+    runs: list[list[int]] = []
+    for i in layers:
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return "layers " + ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
 @pytree
@@ -36,6 +55,11 @@ class CacheGroup:
         """Slot count ``T``."""
         return self.k.shape[3]
 
+    def __repr__(self) -> str:
+        kind = "ring" if self.ring else "slots"
+        shapes = ", ".join(f"{name} {_facts(getattr(self, name))}" for name in ("k", "v", "pos"))
+        return f"CacheGroup({_ranges(self.layers)}, {kind}, {shapes})"
+
 
 @pytree
 class LayerView:
@@ -63,6 +87,10 @@ class KVCache:
     groups: tuple[CacheGroup, ...]
     rotated: bool = static(default=False)
     geometry: CacheGeometry = static(default=CacheGeometry(()))
+
+    def __repr__(self) -> str:
+        keys = "rotated" if self.rotated else "un-rotated"
+        return "\n  ".join([f"KVCache({self.num_layers} layers, keys {keys})", *map(repr, self.groups)])
 
     @property
     def batch(self) -> int:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from kvx.errors import KvxError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A plain Python number: an array in a static field would make the second jitted call fail."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    try:
+        return value.item()
+    except (AttributeError, ValueError, TypeError):
+        raise KvxError(
+            f"{name} is {value!r}; expected a plain number, since it is part of the compiled program."
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +60,7 @@ class RopeSpec:
         """Validate and build.
 
         Raises:
-            KvxError: unknown ``kind``, odd or non-positive ``dim``, or a missing ``original_length``.
+            KvxError: unknown ``kind``, odd or non-positive ``dim``, a missing ``original_length``, or no plain numbers.
         """
         if kind not in ROPE_KINDS:
             raise KvxError(f"RoPE type {kind!r} is not supported; expected one of {', '.join(ROPE_KINDS)}.")
@@ -55,7 +68,9 @@ class RopeSpec:
             raise KvxError(
                 f"RoPE rotates an even, positive number of channels, got {dim}; check head_dim and the rotary share."
             )
-        spec = cls(kind, float(theta), dim, **kwargs)  # type: ignore[arg-type]
+        spec = cls(kind, float(theta), int(dim), **{name: _plain(name, value) for name, value in kwargs.items()})
+        if spec.theta <= 0.0 or spec.factor <= 0.0 or spec.attention_factor <= 0.0:
+            raise KvxError(f"RoPE base, factor and attention factor are positive; got {spec}.")
         if kind in ("dynamic", "llama3", "yarn") and not spec.original_length:
             raise KvxError(
                 f"RoPE type {kind!r} needs original_length (original_max_position_embeddings); none was given."

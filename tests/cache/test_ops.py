@@ -329,4 +329,28 @@ def test_caches_of_one_geometry_share_a_compilation() -> None:
     function(filled(RAGGED, seed=2))
     function(filled([[4, 5, 6, 7, 8], [0, 1, -1, -1, -1]], seed=3))
     assert len(traces) == 1
-    hash(ROPE)
+
+
+def test_arrays_never_become_static_fields() -> None:
+    """CASE 33: an array in a static field works in the first jitted call and fails in the second."""
+    spec = RopeSpec.create(theta=jnp.float32(100.0), dim=np.int64(4), factor=jnp.array(2.0))  # type: ignore[arg-type]
+    assert [type(x) for x in (spec.theta, spec.dim, spec.factor)] == [float, int, float] and hash(spec)
+    with pytest.raises(KvxError, match="plain number"):
+        RopeSpec.create(dim=4, factor=jnp.array([2.0, 3.0]))
+    with pytest.raises(KvxError, match="positive"):
+        RopeSpec.create(dim=4, factor=0.0)
+    layer = LayerGeometry(2, 4, 4, jnp.array(3), ROPE)  # type: ignore[arg-type]
+    for bad in (CacheGeometry((layer,)), CacheGeometry([LayerGeometry(2, 4, 4)])):  # type: ignore[arg-type]
+        with pytest.raises(KvxError, match="not hashable"):
+            empty(bad, 1, 4)
+        with pytest.raises(KvxError, match="not hashable"):
+            from_arrays(jnp.ones((1, 1, 2, 3, 4)), jnp.ones((1, 1, 2, 3, 4)), jnp.arange(3), bad)
+
+
+def test_caches_print_their_shapes_not_their_numbers() -> None:
+    shown = repr(empty(geometry((4, 4, None, 4)), 1, 8, keep="window"))
+    assert shown.splitlines()[1].strip() == (
+        "CacheGroup(layers 0-1,3, ring, k float32[3,1,2,4,4], v float32[3,1,2,4,4], pos int32[1,1,1,4])"
+    )
+    assert "un-rotated" in shown and len(shown.splitlines()) == 3
+    assert "object" in repr(jax.tree.map(lambda x: object(), filled([[0, 1]])))  # placeholders print too
