@@ -22,7 +22,7 @@ _LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 61,
     "hidden_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 48,
@@ -31,13 +31,13 @@ _LLAMA: dict[str, Any] = {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
 }
-_GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+_GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _GEMMA = {
     "head_dim": 12,
     "query_pre_attn_scalar": 12,
     "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 6,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "layer_types": ["sliding_attention", "full_attention"],
     "rope_local_base_freq": 10000.0,
     "rope_theta": 1000000.0,
 }
@@ -45,7 +45,7 @@ _OPT = {
     "model_type": "opt",
     "vocab_size": 61,
     "hidden_size": 32,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "ffn_dim": 48,
     "word_embed_proj_dim": 32,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from kvx.models.progress import Hook
 
 OK, FAILED, USAGE, REPREFILL = 0, 1, 2, 3
 
@@ -73,12 +76,18 @@ class Output:
 
     def say(self, text: str) -> None:
         """One remark for people, outside the result; plain text, no markup."""
-        self.progress.print(text, markup=False)
+        self.progress.print(text, markup=False, soft_wrap=True)
 
     def piece(self, text: str) -> None:
         """Part of a streamed answer: written at once, without a line break."""
         self.console.file.write(text)
         self.console.file.flush()
+
+    def watch(self, title: str) -> Hook | bool:
+        """What long functions take as ``progress``: a bar on a terminal or in a notebook, else a line now and then."""
+        if self.progress.is_terminal or self.progress.is_jupyter:
+            return True
+        return Lines(self, title)
 
     def finish(self, figures: Mapping[str, Any]) -> None:
         """Print the figures as the one JSON object, when asked for."""
@@ -86,6 +95,51 @@ class Output:
             json.dump(jsonable(figures), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
             sys.stdout.write("\n")
             sys.stdout.flush()
+
+
+class Lines:
+    """Progress for logs: a line with the time left every few seconds.
+
+    Example:
+        >>> class Log:
+        ...     say = staticmethod(print)
+        >>> lines = Lines(Log(), "fitting", every=0.0)
+        >>> lines("tokens", 0, 10)
+        fitting: tokens, 0 %
+        >>> lines("tokens", 10, 10)
+        fitting: tokens, 100 %, about 0 s left
+    """
+
+    def __init__(self, out: Any, title: str, every: float = 10.0) -> None:
+        self.out, self.title, self.every = out, title, every
+        self.said, self.began, self.first, self.last, self.total = time.monotonic(), 0.0, 0, -1, -1
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if total != self.total or done < self.last:
+            self.began, self.first, self.total = now, done, total
+        self.last = done
+        if now - self.said < self.every or not total:
+            return
+        self.said = now
+        moved = done - self.first
+        tail = f", about {(now - self.began) * (total - done) / moved:.0f} s left" if moved else ""
+        self.out.say(f"{self.title}: {what}, {100 * done / total:.0f} %{tail}")
+
+
+def prepare_jax() -> None:
+    """Keep compiled programs in kvx's cache folder, so that the next run of a command starts at once.
+
+    An entry point's choice, made before the first computation; a folder set through JAX's own variable wins.
+    """
+    import jax
+
+    from kvx.models.disk_cache import cache_dir
+
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def jsonable(value: Any) -> Any:

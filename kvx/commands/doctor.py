@@ -50,7 +50,9 @@ def examine() -> dict[str, Any]:
         ``memory_free_gb``, ``cache`` (folder), ``disk_free_gb``, ``problems`` (kvx cannot run), ``warnings`` (the demo
         may not) and ``next`` (a sentence).
     """
-    cache = cache_folder()
+    from kvx.models.disk_cache import cache_dir
+
+    cache = cache_dir()
     devices, trouble = _devices()
     unused = _unused_accelerators(devices)
     facts: dict[str, Any] = {
@@ -66,11 +68,6 @@ def examine() -> dict[str, Any]:
     facts["warnings"] = _warnings(facts)
     facts["next"] = _next_step(facts)
     return facts
-
-
-def cache_folder() -> Path:
-    """The folder of downloads, converted models and fits: ``KVX_CACHE``, or ``~/.cache/kvx``."""
-    return Path(os.environ.get("KVX_CACHE") or Path.home() / ".cache" / "kvx").expanduser()
 
 
 def _versions() -> dict[str, str | None]:
@@ -167,4 +164,4 @@ def _print(facts: dict[str, Any], out: Output) -> None:
     out.console.print(table)
     for trouble in facts["problems"] + facts["warnings"]:
         out.console.print(f"problem: {trouble}", markup=False, style="yellow")
-    out.console.print(facts["next"], markup=False)
+    out.console.print(facts["next"], markup=False, soft_wrap=True)

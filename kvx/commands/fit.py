@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from kvx.commands.common import Common, Outcome, Output, require
+from kvx.commands.common import Common, Outcome, Output, prepare_jax, require
 from kvx.errors import KvxError
 
 if TYPE_CHECKING:
+    from kvx.fitting.pairs import Pairs
     from kvx.mappers.base import Mapper
+    from kvx.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
 class FitSettings(Common):
-    """How a mapper is fitted; also part of ``kvx demo``'s settings."""
+    """How a mapper is fitted; also part of the settings of ``kvx demo``."""
 
     method: Literal["full_head"] = "full_head"
     """Which mapper."""
@@ -28,7 +31,9 @@ class FitSettings(Common):
     """Source layers by depth, or by their score on held-out moments."""
     ridge: float | None = None
     """Ridge on the scaled Gram (no unit); None: chosen on held-out moments."""
-    rule: Literal["covering", "causal"] = "covering"
+    held_out: float = 0.1
+    """Share of the fitted sequences that only chooses the ridge and layers (0 to 1)."""
+    rule: Literal["covering", "causal", "overlap"] = "covering"
     """How target tokens find their source tokens; causal is extension-safe."""
     max_tokens: int = 20_000
     """Target tokens to fit on, at most."""
@@ -36,10 +41,24 @@ class FitSettings(Common):
     """Tokens in one sequence, at most."""
     batch_size: int = 4
     """Sequences in one step."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit(FitSettings):
+class TextSettings(Common):
+    """How a text is cut into passages, and which of them are never fitted."""
+
+    context_tokens: int = 320
+    """Target tokens handed over in each passage."""
+    continuation_tokens: int = 64
+    """Target tokens that follow, whose loss is measured."""
+    test_share: float = 0.5
+    """Share of the passages that is never fitted (0 to 1); split by a hash of their text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit(FitSettings, TextSettings):
     """Settings of ``kvx fit``."""
 
     source: str | None = None
@@ -50,10 +69,6 @@ class Fit(FitSettings):
     """Text to fit on: a UTF-8 file, paragraphs separated by blank lines. Required."""
     out: Path | None = None
     """Folder to save the mapper in. Required."""
-    held_out: float = 0.1
-    """Share of the tokens that is never fitted and chooses layers and ridge."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and activations."""
     overwrite: bool = False
     """Replace a mapper that is already saved there."""
 
@@ -62,21 +77,35 @@ def run(settings: Fit, out: Output) -> Outcome:
     """Load both models, fit, save, and say how well the held-out moments are predicted.
 
     Raises:
-        KvxError: a model, the text or the output folder is missing, or the folder is taken.
+        KvxError: a model or the text cannot be read, or the output folder is taken.
     """
-    import kvx
-
     require(settings, "source", "target", "text", "out")
-    if settings.out.exists() and not settings.overwrite:
-        raise KvxError(f"{settings.out} exists already; choose another --out, or pass --overwrite to replace it.")
+    folder = Path(str(settings.out))
+    if folder.exists() and not settings.overwrite:
+        raise KvxError(f"{folder} exists already; choose another --out, or pass --overwrite to replace it.")
+    prepare_jax()
+    import kvx
+    from kvx.evaluation.items import load_passages
+
     started = time.perf_counter()
     source, target = (kvx.load_model(name, dtype=settings.dtype) for name in (settings.source, settings.target))
-    texts = paragraphs(settings.text.read_text(encoding="utf-8"))
+    split = load_passages(
+        Path(str(settings.text)),
+        target,
+        context_tokens=settings.context_tokens,
+        continuation_tokens=settings.continuation_tokens,
+        held_out=settings.test_share,
+    )
+    texts = [item.text for item in split.fit]
     mapper, report = kvx.fit(mapper_of(settings), pairs_of(settings, source, target, texts), held_out=settings.held_out)
-    kvx.save(settings.out, mapper, overwrite=settings.overwrite)
+    kvx.save(folder, mapper, overwrite=settings.overwrite)
     out.console.print(report)
-    out.console.print(f"saved to {settings.out}; measure it with: kvx eval --mapper {settings.out}", markup=False)
-    return Outcome({"mapper": str(settings.out), "report": report, "seconds": time.perf_counter() - started})
+    out.console.print(
+        f"saved to {folder}; measure it with: kvx eval --mapper {folder} --text {settings.text}", markup=False
+    )
+    seconds = time.perf_counter() - started
+    hashes = {**split.hashes, "mapper": mapper.digest}
+    return Outcome({"mapper": str(folder), "report": report.to_json(), "hashes": hashes, "seconds": seconds})
 
 
 def mapper_of(settings: FitSettings) -> Mapper:
@@ -86,7 +115,7 @@ def mapper_of(settings: FitSettings) -> Mapper:
     return full_head(layers=settings.layers, inputs=settings.inputs, choice=settings.choice, ridge=settings.ridge)
 
 
-def pairs_of(settings: FitSettings, source: Any, target: Any, texts: list[str]) -> Any:
+def pairs_of(settings: FitSettings, source: Model, target: Model, texts: Sequence[str]) -> Pairs:
     """The streamed pairs that the settings describe."""
     import kvx
 
@@ -98,14 +127,5 @@ def pairs_of(settings: FitSettings, source: Any, target: Any, texts: list[str]) 
         batch_size=settings.batch_size,
         rule=settings.rule,
         max_tokens=settings.max_tokens,
+        join=False,
     )
-
-
-def paragraphs(text: str) -> list[str]:
-    """Paragraphs of a text: what blank lines separate, stripped, empty ones dropped.
-
-    Example:
-        >>> paragraphs("one\\ntwo\\n\\n\\n three ")
-        ['one\\ntwo', 'three']
-    """
-    return [part for part in (p.strip() for p in text.replace("\r\n", "\n").split("\n\n")) if part]

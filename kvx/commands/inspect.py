@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from kvx.commands.common import Common, Outcome, Output, require
+from kvx.commands.common import Common, Outcome, Output, UsageError
 from kvx.errors import KvxError
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ def run(settings: Inspect, out: Output) -> Outcome:
     Raises:
         KvxError: nothing is there, or it is none of the three; the message says what was looked for.
     """
-    require(settings, "path")
-    figures = examine(Path(str(settings.path)))
+    if settings.path is None:
+        raise UsageError("kvx inspect needs a PATH: a saved mapper, a model folder or a .gguf file.")
+    figures = examine(settings.path)
     if not out.as_json:
         _print(figures, out)
     return Outcome(figures)
@@ -138,7 +139,7 @@ def layer_runs(geometry: CacheGeometry) -> list[dict[str, Any]]:
     runs = []
     for layer, group in itertools.groupby(enumerate(geometry.layers), key=lambda pair: pair[1]):
         first, *rest = [index for index, _ in group]
-        rope = None if layer.rope is None else f"{layer.rope.kind}, base {layer.rope.theta:g}, {layer.rope.dim} channels"
+        rope = layer.rope and f"{layer.rope.kind}, base {layer.rope.theta:g}, {layer.rope.dim} channels"
         runs.append(
             {
                 "layers": f"{first}-{rest[-1]}" if rest else str(first),

@@ -1,0 +1,131 @@
+"""``kvx eval``: measure a saved mapper in all arms on passages and questions it was never fitted on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvx.commands.common import OK, REPREFILL, Outcome, Output, UsageError, jsonable, prepare_jax, require
+from kvx.commands.fit import TextSettings
+from kvx.errors import KvxError
+
+if TYPE_CHECKING:
+    from kvx.evaluation.items import Item, Question
+    from kvx.mappers.base import CacheMap
+    from kvx.models.model import Model
+
+RESULT = "evaluation.json"  # beside the mapper; `kvx handoff` reads its verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval(TextSettings):
+    """Settings of ``kvx eval``."""
+
+    mapper: Path | None = None
+    """Folder of the saved mapper. Required."""
+    source: str | None = None
+    """Source model; None: where the mapper was fitted."""
+    target: str | None = None
+    """Target model; None: where the mapper was fitted."""
+    text: Path | None = None
+    """Passages: a UTF-8 file, the fitted one or another; only its never-fitted part is used."""
+    questions: Path | None = None
+    """Questions: JSON lines with question, answers and context."""
+    items: int = 100
+    """Passages, at most."""
+    max_questions: int = 100
+    """Questions, at most."""
+    template: str = "two_examples"
+    """How questions are put: a name, or a JSON file."""
+    max_new_tokens: int = 16
+    """Tokens of an answer, at most."""
+    batch_size: int = 8
+    """Items in one step."""
+    thresholds: Path | None = None
+    """JSON file with the bars of the verdict; None: those that ship with kvx."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+    per_item: bool = False
+    """Also put every item's figures into the JSON."""
+
+
+def run(settings: Eval, out: Output) -> Outcome:
+    """Measure, print the tables, keep the result beside the mapper; code 3 when the verdict is ``reprefill``.
+
+    Raises:
+        KvxError: the mapper, a model or an item file cannot be read, or the models are not the mapper's.
+    """
+    require(settings, "mapper")
+    if settings.text is None and settings.questions is None:
+        raise UsageError("kvx eval needs --text or --questions (or both), else there is nothing to measure on.")
+    prepare_jax()
+    import kvx
+
+    folder = Path(str(settings.mapper))
+    mapper = kvx.load(folder)
+    source, target = models_of(mapper, settings.source, settings.target, settings.dtype)
+    items, hashes = items_of(settings, target)
+    result = kvx.evaluate(
+        source,
+        target,
+        mapper,
+        items,
+        template=settings.template,
+        batch_size=settings.batch_size,
+        max_new_tokens=settings.max_new_tokens,
+        thresholds=settings.thresholds,
+        data=hashes,
+    )
+    figures = result.to_json(per_item=settings.per_item)
+    out.console.print(result.table())
+    (folder / RESULT).write_text(json.dumps(jsonable(figures), indent=1), encoding="utf-8")
+    return Outcome(figures, REPREFILL if result.verdict.decision == "reprefill" else OK)
+
+
+def items_of(settings: Eval, target: Model) -> tuple[list[Item | Question], dict[str, str]]:
+    """Held-out passages and questions, and the digests of the text they come from."""
+    from kvx.evaluation.items import load_passages, load_questions
+
+    items: list[Item | Question] = []
+    hashes: dict[str, str] = {}
+    if settings.text is not None:
+        split = load_passages(
+            settings.text,
+            target,
+            context_tokens=settings.context_tokens,
+            continuation_tokens=settings.continuation_tokens,
+            held_out=settings.test_share,
+        )
+        items += split.held_out[: settings.items]
+        hashes |= split.hashes
+    if settings.questions is not None:
+        items += load_questions(settings.questions, settings.max_questions)
+    return items, hashes
+
+
+def models_of(mapper: CacheMap, source: str | None, target: str | None, dtype: str) -> tuple[Model, Model]:
+    """Both models, from where the mapper was fitted unless said otherwise.
+
+    Raises:
+        KvxError: a name is neither given nor recorded, or a model cannot be loaded.
+    """
+    import kvx
+
+    names = []
+    for side, given in (("source", source), ("target", target)):
+        recorded = getattr((mapper.provenance or {}).get(side), "model", None)
+        if not (given or recorded):
+            raise KvxError(f"this mapper does not say which {side} it was fitted for; pass --{side}.")
+        names.append(given or recorded)
+    return kvx.load_model(names[0], dtype=dtype), kvx.load_model(names[1], dtype=dtype)
+
+
+def recorded_verdict(folder: Path, mapper: CacheMap) -> dict[str, Any] | None:
+    """The result that ``kvx eval`` left beside a mapper, when it is about this very mapper."""
+    try:
+        figures = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return figures if figures.get("hashes", {}).get("mapper") == mapper.digest else None
