@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
 
@@ -61,11 +61,11 @@ def pytree(cls: C) -> C:
         ... class Point:
         ...     x: float
         ...     unit: str = static(default="m")
-        ...     note: str | None = host()
+        ...     note: str | None = host(default=None)
         >>> jax.tree.map(lambda x: x + 1, Point(1.0, "cm", "mine"))
         Point(x=2.0, unit='cm', note=None)
     """
-    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    cls = cast(C, dataclasses.dataclass(frozen=True, eq=False)(cls))
     roles: dict[str, list[str]] = {"data": [], "static": [], "host": []}
     for field in dataclasses.fields(cls):
         roles[field.metadata.get("role", "data")].append(field.name)

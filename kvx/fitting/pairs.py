@@ -47,6 +47,10 @@ class PairBatch:
     weight: Array
     sequences: tuple[int, ...] | None = host(default=None)
 
+    def __repr__(self) -> str:
+        batch, length = getattr(self.weight, "shape", ("?", "?"))
+        return f"PairBatch({batch} sequences of up to {length} target tokens)"
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Pairs:
@@ -142,12 +146,13 @@ def pairs(
         "batch_size": batch_size,
         "join": join,
     }
+    total = sum(map(len, texts))
     cached = prefill(target, jnp.asarray([ids], jnp.int32), keep="all") if ids else None
     held = slice_slots(cached, 0, len(ids)) if cached is not None else None
 
     def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
         found = sequences(
-            _watched(texts, report),
+            texts,
             reader,
             writer,
             source_limit=room[0],
@@ -155,14 +160,15 @@ def pairs(
             join=join,
             max_tokens=max_tokens,
         )
-        done = 0
+        tokens, characters = 0, 0
         for rows in _batched(found, batch_size):
-            done += sum(tokens for _, _, tokens in rows)
+            tokens += sum(count for _, _, count in rows)
+            characters += sum(len(text) for _, text, _ in rows)
             yield read_batch(
                 source, target, [text for _, text, _ in rows], [n for n, _, _ in rows], ids, rule, batch_size
             )
-            if max_tokens is not None:
-                report(100.0 * done / max_tokens)
+            share = characters / max(total, 1)
+            report(100.0 * min(1.0, share if max_tokens is None else max(share, tokens / max_tokens)))
 
     provenance = {"source": source.provenance, "target": target.provenance}
     geometries = source.config.geometry, target.config.geometry
@@ -211,15 +217,6 @@ def _batched(found: Iterable[tuple[str, int]], size: int) -> Iterator[list[tuple
         if len(window) == SORT_BATCHES * size:
             yield from cut()
     yield from cut()
-
-
-def _watched(texts: Sequence[str], report: Callable[[float], Any]) -> Iterator[str]:
-    """The texts, reporting which share of their characters has been taken."""
-    total, done = max(sum(map(len, texts)), 1), 0
-    for text in texts:
-        yield text
-        done += len(text)
-        report(100.0 * done / total)
 
 
 def _digest_texts(texts: Sequence[str]) -> str:

@@ -36,8 +36,8 @@ class Model:
 
     params: dict[str, Any]
     config: ModelConfig = static()
-    tokenizer: Tokenizer | None = host()
-    provenance: Provenance | None = host()
+    tokenizer: Tokenizer | None = host(default=None)
+    provenance: Provenance | None = host(default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
