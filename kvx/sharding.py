@@ -49,10 +49,11 @@ def parameter_sharding(
 
     Example:
         >>> import jax
+        >>> from jax.sharding import PartitionSpec
         >>> from kvx.sharding import parameter_sharding
         >>> mesh = jax.make_mesh((1,), ("model",))
-        >>> parameter_sharding(mesh, ("layers", "wq"), (30, 576, 9, 64)).spec
-        PartitionSpec(None, None, 'model', None)
+        >>> parameter_sharding(mesh, ("layers", "wq"), (30, 576, 9, 64)).spec == PartitionSpec(None, None, "model", None)
+        True
     """
     axes = AXES.get(path[-1], ())
     axes = (None,) * (len(shape) - len(axes)) + tuple(axes)

