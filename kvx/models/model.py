@@ -49,6 +49,16 @@ class Model:
         """Whether layer weights are stacked ``[L,...]`` and scanned."""
         return isinstance(self.params["layers"], dict)
 
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self.params)
+        millions = sum(x.size for x in leaves) / 1e6
+        c = self.config
+        return (
+            f"Model({c.family}, {millions:,.1f} M parameters, {leaves[0].dtype}, {c.num_layers} layers, "
+            f"{c.heads} heads / {c.kv_heads} kv heads x {c.head_dim}, vocabulary {c.vocab_size:,}, "
+            f"{'stacked' if self.stacked else 'unrolled'}, {self.tokenizer!r})"
+        )
+
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise KvxError(
