@@ -1,0 +1,103 @@
+"""Answers to questions, in every arm and by the source alone: greedy, one line, scored by F1 and exact match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvx.cache.cache import KVCache
+from kvx.evaluation.answers import Template, exact_match, f1_score, first_line, newline_tokens
+from kvx.evaluation.arms import Setup, boundary_tokens, build, plan, stack_rows
+from kvx.evaluation.items import Question, digest
+from kvx.evaluation.report import ARMS, SOURCE_ALONE, AnswerResult
+from kvx.models.generate import generate
+from kvx.models.model import Model
+from kvx.models.tokenizer import Tokenizer
+
+MAX_NEW_TOKENS = 16
+
+
+def measure_answers(
+    setup: Setup,
+    questions: Sequence[Question],
+    template: Template,
+    *,
+    batch_size: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> AnswerResult:
+    """Ask every question in every arm.
+
+    The boundary (worked examples and the question, in the template) follows each arm's cache and is prefilled by the
+    answering model itself; generation is greedy and stops at a line break or an end token.
+
+    Args:
+        setup: models, maps, prefix.
+        questions: at least two, of different contexts.
+        template: how questions are put.
+        batch_size: questions run together (each in seven arms at once).
+        max_new_tokens: tokens of an answer at most.
+        progress: called with (questions done, questions in all).
+
+    Returns:
+        Answers and their scores.
+
+    Raises:
+        KvxError: questions that cannot be paired.
+    """
+    texts = [template.boundary(question.question) for question in questions]
+    lengths = [len(setup.target_tokenizer.encode(question.context, bos=False)) for question in questions]
+    batches = plan(lengths, [question.context for question in questions], batch_size)
+    answer_target = _answerer(setup.target, setup.target_tokenizer, texts, max_new_tokens)
+    answer_source = _answerer(setup.source, setup.source_tokenizer, texts, max_new_tokens)
+    said: dict[str, list[str]] = {arm: [""] * len(questions) for arm in (*ARMS, SOURCE_ALONE)}
+    done = 0
+    for batch in batches:
+        caches = build(setup, [questions[i].context for i in batch.items], batch.partner)
+        together = stack_rows([caches.target[arm] for arm in ARMS])
+        answers = answer_target(together, [*batch.items] * len(ARMS))
+        alone = answer_source(caches.source, batch.items)
+        for row, i in enumerate(batch.items[: batch.real]):
+            for at, arm in enumerate(ARMS):
+                said[arm][i] = answers[at * len(batch.items) + row]
+            said[SOURCE_ALONE][i] = alone[row]
+        done += batch.real
+        progress(done, len(questions))
+    return score(questions, said)
+
+
+def _answerer(
+    model: Model, tokenizer: Tokenizer, texts: Sequence[str], max_new_tokens: int
+) -> Callable[[KVCache, Sequence[int]], list[str]]:
+    """A function from a cache and the questions of its rows to one-line answers."""
+    tokens = boundary_tokens(tokenizer, texts)
+    stops = tuple(sorted({*newline_tokens(tokenizer), *tokenizer.eos_ids}))
+
+    def answer(cache: KVCache, items: Sequence[int]) -> list[str]:
+        out = generate(model, tokens[list(items)], cache, max_new_tokens=max_new_tokens, stop_tokens=stops)
+        return [first_line(tokenizer.decode(row)) for row in np.asarray(out.tokens)]
+
+    return answer
+
+
+def score(questions: Sequence[Question], said: dict[str, list[str]]) -> AnswerResult:
+    """F1 and exact match of what was said, arm by arm.
+
+    Example:
+        >>> from kvx.evaluation.answering import score
+        >>> from kvx.evaluation.items import Question
+        >>> result = score([Question("It was Ann.", "who was it", ("Ann",))], {"native": ["ann"], "none": ["bob"]})
+        >>> result.f1["native"].tolist(), result.exact["none"].tolist()
+        ([1.0], [0.0])
+    """
+    f1, exact = (
+        {
+            arm: np.array([metric(a, q.answers) for a, q in zip(row, questions, strict=True)])
+            for arm, row in said.items()
+        }
+        for metric in (f1_score, exact_match)
+    )
+    contexts = len({question.context for question in questions})
+    return AnswerResult({arm: tuple(row) for arm, row in said.items()}, f1, exact, contexts, digest(questions))

@@ -1,0 +1,226 @@
+"""Evaluate a map: all arms on the same passages and questions, attention outputs, latency, verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from kvx.errors import KvxError
+from kvx.evaluation.answering import MAX_NEW_TOKENS, measure_answers
+from kvx.evaluation.answers import DEFAULT_TEMPLATE, Template, load_template
+from kvx.evaluation.arms import Setup, tokenizer_of
+from kvx.evaluation.items import Item, Question
+from kvx.evaluation.latency import Latency, measure_latency
+from kvx.evaluation.losses import measure_losses
+from kvx.evaluation.metrics import Bootstrap
+from kvx.evaluation.report import AnswerResult, Evaluation, LossResult
+from kvx.evaluation.verdict import Thresholds, load_thresholds
+from kvx.models.model import Model
+from kvx.models.prefill import prefill
+from kvx.models.progress import Hook, reporting
+
+if TYPE_CHECKING:
+    from kvx.mappers.base import CacheMap
+
+BATCH_SIZE = 8
+
+
+def evaluate(
+    source: Model,
+    target: Model,
+    mapper: CacheMap,
+    items: Sequence[Item | Question],
+    *,
+    template: str | Path | Template = DEFAULT_TEMPLATE,
+    rule: str | None = None,
+    batch_size: int = BATCH_SIZE,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    cosine: bool = True,
+    latency: bool = True,
+    seed: int = 0,
+    thresholds: Thresholds | str | Path | None = None,
+    bootstrap: Bootstrap | None = None,
+    data: Mapping[str, str] | None = None,
+    progress: bool | Hook | None = True,
+) -> Evaluation:
+    """Measure a map in all arms, on the same items, side by side.
+
+    Passages (:class:`Item`) give losses, content carried, context benefit retained and attention-output cosines;
+    questions (:class:`Question`) give answers. Either may be absent; a verdict ``use`` needs both.
+
+    Args:
+        source: model whose cache is handed over, with tokenizer.
+        target: model that decodes, with tokenizer.
+        mapper: the fitted map.
+        items: passages and questions, mixed in any order; none of them may have been fitted on.
+        template: how questions are put: a name, a JSON file, or a template.
+        rule: alignment rule; ``None``: the one the map was fitted with.
+        batch_size: items run together, at least 2.
+        max_new_tokens: tokens of an answer at most.
+        cosine: compare attention outputs (needs passages).
+        latency: time a warm and a cold hand-off at the median and the longest context.
+        seed: of the random control.
+        thresholds: bars of the verdict; ``None``: those that ship with kvx.
+        bootstrap: how intervals are drawn.
+        data: further digests to embed, by name (of the text, of what was fitted on).
+        progress: ``True`` draws bars with the time left, ``False`` is silent; or a function ``(what, done, total)``.
+
+    Returns:
+        The result; print it, or see :meth:`Evaluation.table` and :meth:`Evaluation.to_json`.
+
+    Raises:
+        KvxError: no items, items of a single context, a model without tokenizer, or a map of another pair.
+
+    Example:
+        >>> import kvx
+        >>> from kvx.evaluation.items import load_passages
+        >>> passages = load_passages("prose.txt", target)  # doctest: +SKIP
+        >>> kvx.evaluate(source, target, mapper, passages.held_out)  # doctest: +SKIP
+    """
+    started = time.perf_counter()
+    passages = [item for item in items if isinstance(item, Item)]
+    questions = [item for item in items if isinstance(item, Question)]
+    if len(passages) + len(questions) < len(items) or not items:
+        raise KvxError("evaluate needs Item or Question objects, at least two; see kvx.evaluation.items for loaders.")
+    template = template if isinstance(template, Template) else load_template(template)
+    bars = thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
+    setup = prepare(source, target, mapper, rule=rule, seed=seed)
+    settings = {
+        "rule": setup.rule,
+        "batch_size": batch_size,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "prefix_tokens": setup.prefix_length,
+        "template": template.name,
+        "dtype": {"source": str(source.dtype), "target": str(target.dtype)},
+        "device": jax.devices()[0].device_kind,
+    }
+    clock = _Clock()
+    loss, cosines, answer, timing = None, None, None, None
+    if passages:
+        with clock("passages"), reporting(progress, "passages", "items") as report:
+            loss, cosines = measure_losses(
+                setup, passages, batch_size=batch_size, cosine=cosine, progress=_step(report, "all arms")
+            )
+    if questions:
+        with clock("questions"), reporting(progress, "questions", "items") as report:
+            answer = measure_answers(
+                setup,
+                questions,
+                template,
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                progress=_step(report, "all arms"),
+            )
+    if latency:
+        with clock("latency"), reporting(progress, "latency", "lengths") as report:
+            timing = _latency(setup, passages, questions, template, _step(report, "warm and cold"))
+    return Evaluation(
+        pair=f"{_name(source)} -> {_name(target)}",
+        loss=loss,
+        answer=answer,
+        cosine=cosines,
+        latency=timing,
+        hashes=_hashes(setup, loss, answer, template, bars, settings, data or {}),
+        settings=settings,
+        seconds=time.perf_counter() - started,
+        phases=clock.seconds,
+        thresholds=bars,
+        bootstrap=bootstrap or Bootstrap(),
+    )
+
+
+def prepare(source: Model, target: Model, mapper: CacheMap, *, rule: str | None = None, seed: int = 0) -> Setup:
+    """The map, its controls and the prefix, checked against both models.
+
+    Raises:
+        KvxError: a model without tokenizer, or a map fitted for other models.
+    """
+    from kvx.mappers.base import check_models
+
+    tokenizer = tokenizer_of(target, "target")
+    tokenizer_of(source, "source")
+    check_models(mapper, source, target)
+    prefix = mapper.prefix
+    if prefix is None and tokenizer.prefix_ids:
+        prefix = prefill(target, jnp.asarray([tokenizer.prefix_ids], jnp.int32), keep="all")
+    key = jax.random.key(seed)
+    return Setup(source, target, mapper, *_controls(mapper, key), key, prefix, rule or mapper.rule)
+
+
+def _controls(mapper: CacheMap, key: jax.Array) -> tuple[CacheMap | None, CacheMap | None]:
+    """Constant and random control of a map; ``None`` for a map without coefficients."""
+    from kvx.mappers.controls import constant, random
+
+    try:
+        return constant(mapper), random(mapper, key)
+    except KvxError:
+        return None, None
+
+
+class _Clock:
+    """Seconds of each phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
+
+
+def _step(report: Hook, what: str) -> Callable[[int, int], Any]:
+    return lambda done, total: report(what, done, total)
+
+
+def _latency(
+    setup: Setup,
+    passages: Sequence[Item],
+    questions: Sequence[Question],
+    template: Template,
+    progress: Callable[[int, int], Any],
+) -> Latency:
+    """Latency at the median and the longest context that was evaluated."""
+    contexts = sorted({item.context for item in (*passages, *questions)}, key=len)
+    chosen = list(dict.fromkeys((contexts[len(contexts) // 2], contexts[-1])))
+    boundary = template.boundary(questions[0].question) if questions else passages[0].continuation
+    return measure_latency(setup, chosen, boundary, progress=progress)
+
+
+def _name(model: Model) -> str:
+    return model.provenance.model if model.provenance else model.config.family
+
+
+def _hashes(
+    setup: Setup,
+    loss: LossResult | None,
+    answer: AnswerResult | None,
+    template: Template,
+    bars: Thresholds,
+    settings: Mapping[str, Any],
+    data: Mapping[str, str],
+) -> dict[str, str]:
+    """Digests that say what was measured, on what, and how."""
+    models = {role: getattr(setup, role).provenance for role in ("source", "target")}
+    found = {
+        "mapper": setup.mapper.digest,
+        **{role: facts.weights if facts else "" for role, facts in models.items()},
+        "source_tokenizer": setup.source_tokenizer.digest,
+        "target_tokenizer": setup.target_tokenizer.digest,
+        "items": loss.sha256 if loss else "",
+        "questions": answer.sha256 if answer else "",
+        "template": template.sha256 if answer else "",
+        "thresholds": bars.sha256,
+        "settings": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
+    }
+    return {**found, **{f"data_{name}": value for name, value in data.items()}}
