@@ -162,8 +162,12 @@ def show(
     from kvx.evaluation.answers import load_template
 
     boundary, names = load_template().boundary(question.question), (_short(source), _short(target))
-    out.console.print(f"\n{names[0]} reads:\n  {question.context}\n\nquestion: {question.question}", markup=False, soft_wrap=True)
-    out.console.print(f"\n{names[1]}, which has not read it, answers from the translated cache:", markup=False, soft_wrap=True)
+    out.console.print(
+        f"\n{names[0]} reads:\n  {question.context}\n\nquestion: {question.question}", markup=False, soft_wrap=True
+    )
+    out.console.print(
+        f"\n{names[1]}, which has not read it, answers from the translated cache:", markup=False, soft_wrap=True
+    )
     out.piece(" ")
     answer = kvx.handoff(
         source,

@@ -1,4 +1,4 @@
-"""``kvx inspect``: what a saved mapper, a model folder or a GGUF file holds, read from headers alone."""
+"""``kvx inspect``: what a saved mapper holds (and whether it is whole), or a model folder or GGUF file (headers)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from kvx.commands.common import Common, Outcome, Output, UsageError
+from kvx.commands.common import Common, Outcome, Output, UsageError, jsonable
 from kvx.errors import KvxError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def examine(path: Path) -> dict[str, Any]:
     if path.is_file() and path.suffix == ".gguf":
         return _gguf(path)
     if path.is_dir() and (path / MANIFEST).is_file():
-        return {"kind": "mapper", "path": str(path), **_manifest(path)}
+        return _mapper(path)
     if path.is_dir() and (path / "config.json").is_file():
         return _folder(path)
     raise KvxError(
@@ -65,12 +65,46 @@ def examine(path: Path) -> dict[str, Any]:
     )
 
 
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise KvxError(f"{path / MANIFEST} is not JSON ({error}); save the mapper again.") from error
-    return dict(manifest)
+def _mapper(path: Path) -> dict[str, Any]:
+    """A saved mapper, every file of it checked; and its verdict, when it has been measured."""
+    import kvx
+    from kvx.commands.eval import recorded_verdict
+
+    mapper = kvx.load(path)
+    owners = mapper.provenance or {}
+    result = recorded_verdict(path, mapper) or {}
+    return {
+        "kind": "mapper",
+        "path": str(path),
+        "digest": mapper.digest,
+        "method": str(mapper.method),
+        "bytes": mapper.size,
+        "rule": mapper.rule,
+        "prefix_tokens": mapper.prefix_length,
+        "source": owners.get("source"),
+        "target": owners.get("target"),
+        "fitted_on": owners.get("facts"),
+        "verdict": result.get("verdict"),
+        "content": result.get("content"),
+        "retained": result.get("retained"),
+        "geometry": layer_runs(mapper.target),
+        "source_geometry": layer_runs(mapper.source),
+        "support": _support(mapper.params),
+    }
+
+
+def _support(params: Any) -> list[dict[str, Any]]:
+    """Which source layers feed each target layer, with what ridge; empty for maps without a support table."""
+    return [
+        {
+            "target_layer": entry.target,
+            "component": entry.component,
+            "source_layers": list(entry.source_layers),
+            "ridge": entry.ridge,
+            "condition": entry.condition,
+        }
+        for entry in getattr(params, "report", None) or ()
+    ]
 
 
 def _gguf(path: Path) -> dict[str, Any]:
@@ -153,21 +187,32 @@ def layer_runs(geometry: CacheGeometry) -> list[dict[str, Any]]:
     return runs
 
 
+TABLES = {"geometry": "layers", "source_geometry": "source layers", "support": "target layer"}
+
+
 def _print(figures: dict[str, Any], out: Output) -> None:
     from rich.table import Table
 
     facts = Table(show_header=False, box=None, pad_edge=False)
     for name, value in figures.items():
-        if name != "geometry" and value is not None:
-            facts.add_row(name.replace("_", " "), _line(value).replace("[", r"\["))
+        if name not in TABLES and value is not None:
+            facts.add_row(name.replace("_", " "), _line(jsonable(value)).replace("[", r"\["))
     out.console.print(facts)
-    if runs := figures.get("geometry"):
-        if not (isinstance(runs, list) and runs and isinstance(runs[0], dict)):
-            return
-        table = Table("layers", "kv heads", "key dim", "value dim", "window", "RoPE", box=None, pad_edge=False)
-        for run in runs:
-            table.add_row(*("all" if v is None else str(v) for v in run.values()))
-        out.console.print(table)
+    for name, first in TABLES.items():
+        if rows := figures.get(name):
+            _, *others = rows[0]
+            table = Table(first, *(other.replace("_", " ") for other in others), box=None, pad_edge=False)
+            for row in rows:
+                table.add_row(*(_cell(value) for value in row.values()))
+            out.console.print("", table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.1e}" if isinstance(value, float) else str(value)
 
 
 def _line(value: Any) -> str:

@@ -120,7 +120,7 @@ def test_only_import_export_and_bench_know_torch() -> None:
     users = {
         n for n, p in modules("kvx").items() if {"torch", "transformers"} & {top(i) for i in imports(p).everywhere}
     }
-    allowed = {"kvx.cache.layouts", "kvx.evaluation.bench_models"}
+    allowed = {"kvx.cache.transformers_cache", "kvx.evaluation.bench_models"}
     assert {n for n in users if not n.startswith("kvx.models.")} <= allowed
 
 
