@@ -49,10 +49,10 @@ def parameter_sharding(
 
     Example:
         >>> import jax
-        >>> from jax.sharding import PartitionSpec
+        >>> from jax.sharding import PartitionSpec as P
         >>> from kvx.sharding import parameter_sharding
         >>> mesh = jax.make_mesh((1,), ("model",))
-        >>> parameter_sharding(mesh, ("layers", "wq"), (30, 576, 9, 64)).spec == PartitionSpec(None, None, "model", None)
+        >>> parameter_sharding(mesh, ("layers", "wq"), (30, 576, 9, 64)).spec == P(None, None, "model", None)
         True
     """
     axes = AXES.get(path[-1], ())
