@@ -1,36 +1,35 @@
-"""One-token steps against a frozen, already rotated past: what generation spends its time in."""
+"""Steps against a frozen, already rotated past: what generation spends its time in."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvx.cache.build import blank
 from kvx.cache.cache import KVCache, LayerView
-from kvx.cache.write import append
+from kvx.cache.ops import append, blank, rotate_keys
 from kvx.models.decoder import (
-    layer,
     layer_facts,
     layer_weights,
+    read,
     rope_angles,
-    rotated_view,
     scannable,
     scanned_angles,
     stacked,
 )
-from kvx.models.layers import Angles, Weights, embed, norm
+from kvx.models.layers import Weights, embed, enter, leave, norm
 from kvx.models.model import Model
 from kvx.typing import pytree
 
 Column = Array | tuple[Array, ...]  # per layer [B,K,N,D], or all layers stacked [L,B,K,N,D]
+Past = LayerView | tuple[LayerView, ...]
 
 
 @pytree
 class Fresh:
-    """Keys and values of the tokens generated so far, in step order; step i writes column i of every row.
+    """Keys and values of everything read since generation began; column i of every row belongs to step i.
 
     Attributes:
         k: keys as the cache keeps them, per layer ``[B,K,N,D]`` or one array ``[L,B,K,N,D]``.
@@ -50,9 +49,6 @@ class Fresh:
         return self.k if self.turned is None else self.turned
 
 
-Past = LayerView | tuple[LayerView, ...]
-
-
 def freeze(model: Model, cache: KVCache) -> Past:
     """A cache laid out for decoding: keys rotated, once; empty slots zero; the model's dtype.
 
@@ -65,115 +61,124 @@ def freeze(model: Model, cache: KVCache) -> Past:
     Returns:
         One view per layer, or (scanned layers) a single view whose arrays are stacked ``[L,...]``.
     """
-    c, cache = model.config, blank(cache)
-    memo: dict[Any, Angles] = {}
-    views = [rotated_view(cache, i, rope, memo) for i, rope in enumerate(c.ropes)]
-    views = [LayerView(view.k.astype(model.dtype), view.v.astype(model.dtype), view.pos) for view in views]
-    if not (model.stacked and scannable(c, cache)):
-        return tuple(views)
-    k, v = jnp.stack([view.k for view in views]), jnp.stack([view.v for view in views])
-    return LayerView(k, v, cache.groups[0].pos)
+    cache = rotate_keys(blank(cache))
+    cast = jax.tree.map(lambda x: x.astype(model.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
+    if model.stacked and scannable(model.config, cache):
+        group = cast.groups[0]
+        return LayerView(group.k, group.v, group.pos)
+    return tuple(cast.layer(i) for i in range(model.config.num_layers))
 
 
-def room(model: Model, cache: KVCache, past: Past, steps: int) -> Fresh:
-    """Empty :class:`Fresh` for ``steps`` tokens after ``cache``, laid out as ``past`` is."""
+def room(model: Model, cache: KVCache | None, batch: int, columns: int) -> Fresh:
+    """Empty :class:`Fresh` for that many tokens a row after ``cache``."""
     c = model.config
+    shape = (batch, c.kv_heads, columns, c.head_dim)
+    scanned = model.stacked and scannable(c, cache)
 
-    def zeros(width: int) -> Column:
-        shape = (cache.batch, c.kv_heads, steps, width)
-        if isinstance(past, LayerView):
+    def zeros() -> Column:
+        if scanned:
             return jnp.zeros((c.num_layers, *shape), model.dtype)
         return tuple(jnp.zeros(shape, model.dtype) for _ in range(c.num_layers))
 
-    same = c.learned_positions or cache.rotated
-    pos = jnp.full((cache.batch, steps), -1, jnp.int32)
-    return Fresh(zeros(c.head_dim), None if same else zeros(c.head_dim), zeros(c.head_dim), pos)
+    same = c.learned_positions or (cache is not None and cache.rotated)
+    return Fresh(zeros(), None if same else zeros(), zeros(), jnp.full((batch, columns), -1, jnp.int32))
 
 
-def decode_step(
-    model: Model, past: Past, fresh: Fresh, step: Int[Array, ""], tokens: Int[Array, B], pos: Int[Array, B]
-) -> tuple[Float[Array, "B M"], Fresh]:
-    """Run one token per row.
+def extend(
+    model: Model,
+    past: Past | None,
+    fresh: Fresh,
+    column: Int[Array, ""] | int,
+    tokens: Int[Array, "B T"],
+    pos: Int[Array, "B T"],
+    *,
+    first: bool = False,
+    ordered: bool = False,
+) -> tuple[Float[Array, "B T M"], Fresh]:
+    """Run tokens through the decoder: write their columns of ``fresh``, attend to ``past`` and ``fresh``.
 
     Args:
         model: the decoder.
-        past: what was there before generation began.
-        fresh: what the steps before this one have written.
-        step: number of this step: the column to write.
-        tokens, pos: int32 ``[B]``; -1 for rows that have stopped.
+        past: the frozen cache, ``None`` when there is none.
+        fresh: what was read since.
+        column: where the first of the tokens goes.
+        tokens, pos: int32 ``[B,T]``; -1 for padding and for rows that have stopped.
+        first: ``fresh`` is still empty, so the tokens need only see themselves.
+        ordered: positions rise (used with ``first``).
 
     Returns:
-        hidden states ``[B,M]`` after the final norm, and ``fresh`` with this step's column.
+        hidden states ``[B,T,M]`` after the final norm, and ``fresh`` with the columns.
     """
-    at = pos[:, None]
-    x = embed(model.config, model.params, tokens[:, None], at)
-    run = _scanned_step if isinstance(past, LayerView) else _unrolled_step
-    x, k, turned, v = run(model, past, fresh, x, at)
-
-    def put(buffer: Column, column: Column) -> Column:
-        return jax.tree.map(lambda b, c: _put(b, c, step), buffer, column)
-
-    turned = None if fresh.turned is None else put(fresh.turned, turned)
-    where = jax.lax.dynamic_update_slice(fresh.pos, at, (jnp.int32(0), step))
-    hidden = norm(model.config, model.params["final_norm"], x)[:, 0]
-    return hidden, Fresh(put(fresh.k, k), turned, put(fresh.v, v), where)
+    at = jax.lax.dynamic_update_slice(fresh.pos, pos, (jnp.int32(0), jnp.int32(column)))
+    fresh = Fresh(fresh.k, fresh.turned, fresh.v, at)
+    x = embed(model.config, model.params, tokens, pos)
+    chunk = _Chunk(pos, jnp.int32(column), first, ordered and first)
+    x, fresh = (_unrolled if isinstance(fresh.v, tuple) else _scanned)(model, past, fresh, chunk, x)
+    return norm(model.config, model.params["final_norm"], x), fresh
 
 
-def _put(buffer: Array, column: Array, step: Array) -> Array:
-    """Write one column ``[...,1,D]`` of ``[...,N,D]``, in place inside a loop."""
+class _Chunk(NamedTuple):
+    """What all layers know about the tokens they run."""
+
+    pos: Array
+    column: Array
+    first: bool
+    ordered: bool
+
+
+def _put(buffer: Array, columns: Array, at: Array) -> Array:
+    """Write columns ``[...,T,D]`` into ``[...,N,D]``, in place inside a loop."""
     zero = jnp.int32(0)
-    return jax.lax.dynamic_update_slice(buffer, column, (*(zero,) * (buffer.ndim - 2), step, zero))
+    return jax.lax.dynamic_update_slice(buffer, columns, (*(zero,) * (buffer.ndim - 2), at, zero))
 
 
-def _unrolled_step(
-    model: Model, past: tuple[LayerView, ...], fresh: Fresh, x: Array, pos: Array
-) -> tuple[Array, Column, Column, Column]:
+def _unrolled(
+    model: Model, past: tuple[LayerView, ...] | None, fresh: Fresh, chunk: _Chunk, x: Array
+) -> tuple[Array, Fresh]:
     c = model.config
-    memo = {rope: rope_angles(rope, pos[:, None]) for rope in set(c.ropes)}
-    columns: list[tuple[Array, Array, Array]] = []
+    memo = {rope: rope_angles(rope, chunk.pos[:, None]) for rope in set(c.ropes)}
+    ks, turns, vs = [], [], []
     for i, w in enumerate(layer_weights(model)):
         rope = c.ropes[i]
-        own = LayerView(fresh.rotated[i], fresh.v[i], fresh.pos[:, None])
-        interleaved = rope is not None and rope.interleaved
-        x, k, turned, v, _ = layer(
-            c, w, x, pos, [past[i], own], memo[rope], window=c.windows[i], interleaved=interleaved, clean=True
-        )
-        columns.append((turned if fresh.turned is None else k, turned, v))
-    k, turned, v = (tuple(column) for column in zip(*columns, strict=True))
-    return x, k, turned, v
+        q, k, turned, v = enter(c, w, x, memo[rope], rope is not None and rope.interleaved)
+        turns.append(_put(fresh.rotated[i], turned, chunk.column))
+        vs.append(_put(fresh.v[i], v, chunk.column))
+        ks.append(turns[-1] if fresh.turned is None else _put(fresh.k[i], k, chunk.column))
+        parts = [] if past is None else [past[i]]
+        own = LayerView(turned, v, chunk.pos[:, None])
+        parts.append(own if chunk.first else LayerView(turns[-1], vs[-1], fresh.pos[:, None]))
+        x = leave(c, w, x, read(c, q, parts, chunk.pos, c.windows[i], ordered=chunk.ordered, clean=True))
+    return x, Fresh(tuple(ks), None if fresh.turned is None else tuple(turns), tuple(vs), fresh.pos)
 
 
-def _scanned_step(
-    model: Model, past: LayerView, fresh: Fresh, x: Array, pos: Array
-) -> tuple[Array, Column, Column, Column]:
+def _scanned(model: Model, past: LayerView | None, fresh: Fresh, chunk: _Chunk, x: Array) -> tuple[Array, Fresh]:
+    """The scan reads each layer's buffers and gives back only the new columns, which are then written in one go."""
     c = model.config
     interleaved = c.ropes[0] is not None and c.ropes[0].interleaved
-    shared = past.pos.shape[0] == 1
+    own = {"turned": fresh.rotated, "v": fresh.v}
+    if past is not None:
+        own |= {"past_k": past.k, "past_v": past.v} | ({"past_pos": past.pos} if past.pos.shape[0] > 1 else {})
 
-    def step(x: Array, scanned: tuple[Weights, dict[str, Array], tuple[Array, ...]]) -> tuple[Array, tuple]:
-        w, facts, (k, v, turned, values, *own) = scanned
-        parts = [LayerView(k, v, past.pos[0] if shared else own[0]), LayerView(turned, values, fresh.pos[:, None])]
-        x, k, turned, v, _ = layer(
-            c,
-            w,
-            x,
-            pos,
-            parts,
-            scanned_angles(facts, pos[:, None]),
-            window=facts.get("window"),
-            interleaved=interleaved,
-            clean=True,
-        )
-        return x, (turned if fresh.turned is None else k, turned, v)
+    def step(x: Array, scanned: tuple[Weights, dict[str, Array], dict[str, Array]]) -> tuple[Array, tuple[Array, ...]]:
+        w, facts, mine = scanned
+        q, k, turned, v = enter(c, w, x, scanned_angles(facts, chunk.pos[:, None]), interleaved)
+        parts = [LayerView(turned, v, chunk.pos[:, None])]
+        if not chunk.first:
+            keys, values = _put(mine["turned"], turned, chunk.column), _put(mine["v"], v, chunk.column)
+            parts = [LayerView(keys, values, fresh.pos[:, None])]
+        if past is not None:
+            parts = [LayerView(mine["past_k"], mine["past_v"], mine.get("past_pos", past.pos[0])), *parts]
+        heads = read(c, q, parts, chunk.pos, facts.get("window"), ordered=chunk.ordered, clean=True)
+        return leave(c, w, x, heads), (turned if fresh.turned is None else k, turned, v)
 
-    own = (past.k, past.v, fresh.rotated, fresh.v) if shared else (past.k, past.v, fresh.rotated, fresh.v, past.pos)
     facts = {name: jnp.asarray(value) for name, value in layer_facts(c).items()}
-    x, columns = jax.lax.scan(step, x, (model.params["layers"], facts, own))
-    return x, *columns
+    x, (k, turned, v) = jax.lax.scan(step, x, (model.params["layers"], facts, own))
+    turned = None if fresh.turned is None else _put(fresh.turned, turned, chunk.column)
+    return x, Fresh(_put(fresh.k, k, chunk.column), turned, _put(fresh.v, v, chunk.column), fresh.pos)
 
 
 def thaw(cache: KVCache, fresh: Fresh) -> KVCache:
-    """The cache with everything generated appended (it must have the room)."""
+    """The cache with everything read since appended (it must have the room)."""
     layers = [group.layers for group in cache.groups]
     k, v = ([stacked(column, own) for own in layers] for column in (fresh.k, fresh.v))
     return append(cache, k, v, fresh.pos)

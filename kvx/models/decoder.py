@@ -18,7 +18,7 @@ from kvx.cache.rope import cos_sin, frequencies
 from kvx.cache.write import append
 from kvx.models.attention import attend
 from kvx.models.config import ModelConfig
-from kvx.models.layers import Angles, Weights, embed, finish, norm, project, turn
+from kvx.models.layers import Angles, Weights, embed, enter, leave, norm, turn
 from kvx.models.model import Model
 from kvx.models.request import Request, grown, request
 from kvx.typing import pytree
@@ -106,40 +106,19 @@ def resolve_positions(made: Request) -> Int[Array, "B T"]:
     return jnp.where(real, start[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, -1)
 
 
-def layer(
+def read(
     c: ModelConfig,
-    w: Weights,
-    x: Float[Array, "B T M"],
-    pos: Int[Array, "B T"],
-    past: Sequence[LayerView],
-    angles: Angles,
-    *,
+    q: Array,
+    parts: Sequence[LayerView],
+    pos: Array,
     window: int | Array | None,
-    interleaved: bool = False,
-    ordered: bool = True,
+    *,
+    ordered: bool = False,
     clean: bool = False,
-) -> tuple[Array, Array, Array, Array, Array]:
-    """One decoder layer over a chunk.
-
-    Args:
-        c, w: static facts and the layer's weights.
-        x: ``[B,T,M]`` residual stream.
-        pos: int32 ``[B,T]`` positions, -1 for padding.
-        past: what to attend to besides the chunk, keys rotated.
-        angles: cosines and sines ``[B,1,T,F]`` of the chunk's positions.
-        window, ordered, clean: see :func:`kvx.models.attention.attend`.
-        interleaved: RoPE pairs are neighbours.
-
-    Returns:
-        residual stream ``[B,T,M]``, un-rotated keys, rotated keys, values ``[B,K,T,D]``, rotated queries ``[B,H,T,D]``.
-    """
-    q, k, v = project(c, w, norm(c, w["attn_norm"], x))
-    q, turned = turn(q, angles, interleaved), turn(k, angles, interleaved)
-    parts = [*past, LayerView(turned, v, pos[:, None])]
-    heads = attend(
-        q, parts, pos, scale=c.score_scale, window=window, softcap=c.attn_softcap, ordered=ordered, clean=clean
-    )
-    return finish(c, w, x, heads), k, turned, v, q
+) -> Float[Array, "B H T D"]:
+    """:func:`kvx.models.attention.attend` with the model's own score scale and soft cap."""
+    scale, softcap = c.score_scale, c.attn_softcap
+    return attend(q, parts, pos, scale=scale, window=window, softcap=softcap, ordered=ordered, clean=clean)
 
 
 def layer_weights(model: Model) -> Sequence[Weights]:
@@ -179,10 +158,9 @@ def _unrolled(
         if rope not in memo:
             memo[rope] = rope_angles(rope, pos[:, None])
         past = [] if cache is None else [rotated_view(cache, i, rope, memo)]
-        interleaved = rope is not None and rope.interleaved
-        x, k, turned, v, q = layer(
-            c, w, x, pos, past, memo[rope], window=c.windows[i], interleaved=interleaved, ordered=ordered
-        )
+        q, k, turned, v = enter(c, w, x, memo[rope], rope is not None and rope.interleaved)
+        parts = [*past, LayerView(turned, v, pos[:, None])]
+        x = leave(c, w, x, read(c, q, parts, pos, c.windows[i], ordered=ordered))
         keys.append(turned if cache is not None and cache.rotated else k)
         values.append(v)
         queries.append(q)
@@ -228,10 +206,9 @@ def _scanned(
             view = LayerView(own[0], own[1], own[2] if len(own) > 2 else group.pos[0])
             k = view.k if rotated else turn(view.k, scanned_angles(facts, view.pos), interleaved)
             past = [LayerView(k, view.v, view.pos)]
-        angles = scanned_angles(facts, pos[:, None])
-        x, k, turned, v, q = layer(
-            c, w, x, pos, past, angles, window=facts.get("window"), interleaved=interleaved, ordered=ordered
-        )
+        q, k, turned, v = enter(c, w, x, scanned_angles(facts, pos[:, None]), interleaved)
+        parts = [*past, LayerView(turned, v, pos[:, None])]
+        x = leave(c, w, x, read(c, q, parts, pos, facts.get("window"), ordered=ordered))
         return x, (turned if rotated else k, v, q)
 
     facts = {name: jnp.asarray(value) for name, value in layer_facts(c).items()}

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from kvx.cache.build import concrete
+from kvx.cache.build import concrete, empty
 from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
 from kvx.models.buckets import bucket_length
-from kvx.models.decode import Fresh, Past, decode_step, freeze, room, thaw
-from kvx.models.decoder import run
+from kvx.models.decode import Fresh, Past, extend, freeze, room, thaw
+from kvx.models.decoder import resolve_positions
 from kvx.models.layers import lm_head
 from kvx.models.model import Model
 from kvx.models.prefill import check_rows, last_hidden
-from kvx.models.request import Request, add_slots, request
+from kvx.models.request import Request, grown, request
 from kvx.models.sampling import Sampling, choose, sampling
 from kvx.typing import pytree
 
@@ -148,7 +148,7 @@ def _stops(stop_tokens: Sequence[int]) -> np.ndarray:
 def _generate(
     model: Model, made: Request, stops: Array, limit: Array, how: Sampling, rng: Array | None, *, steps: int
 ) -> Generation:
-    cache, past, state = _begin(model, made, steps)
+    past, state = _begin(model, made, steps)
 
     def going(state: _State) -> Array:
         return (state.step < limit) & ~state.done.all()
@@ -156,46 +156,52 @@ def _generate(
     def turn(state: _State) -> _State:
         return _advance(model, past, state, stops, how, rng)
 
-    state = jax.lax.while_loop(going, turn, state)
-    return _finish(cache, state, made.later)
+    return _finish(model, made, jax.lax.while_loop(going, turn, state))
 
 
-def _begin(model: Model, made: Request, steps: int) -> tuple[KVCache, Past, _State]:
-    """Read the boundary and lay everything out for the steps."""
-    out = run(model, made)
-    past = freeze(model, out.cache)
-    batch = made.tokens.shape[0]
+def _begin(model: Model, made: Request, steps: int) -> tuple[Past | None, _State]:
+    """Rotate the cache, read the boundary, and lay everything out for the steps."""
+    (batch, length), cache = made.tokens.shape, made.cache
+    pos = resolve_positions(made)
+    past = None if cache is None else freeze(model, cache)
+    fresh = room(model, cache, batch, length + steps)
+    hidden, fresh = extend(model, past, fresh, 0, made.tokens, pos, first=True, ordered=made.ordered)
     state = _State(
         step=jnp.int32(0),
-        pos=out.cache.next_position().astype(jnp.int32),
+        pos=pos.max(axis=1) + 1,
         done=jnp.zeros((batch,), bool),
-        hidden=last_hidden(made.tokens, out.hidden),
+        hidden=last_hidden(made.tokens, hidden),
         tokens=jnp.full((batch, steps), -1, jnp.int32),
-        fresh=room(model, out.cache, past, steps),
+        fresh=fresh,
     )
-    return out.cache, past, state
+    return past, state
 
 
-def _advance(model: Model, past: Past, state: _State, stops: Array, how: Sampling, rng: Array | None) -> _State:
+def _advance(model: Model, past: Past | None, state: _State, stops: Array, how: Sampling, rng: Array | None) -> _State:
     """Draw one token per row and run it through the decoder."""
     logits = lm_head(model.config, model.params, state.hidden)
     key = None if rng is None else jax.random.fold_in(rng, state.step)
     token = jnp.where(state.done, -1, choose(logits, how, key))
     pos = jnp.where(state.done, -1, state.pos)
-    hidden, fresh = decode_step(model, past, state.fresh, state.step, token, pos)
+    column = state.fresh.pos.shape[1] - state.tokens.shape[1] + state.step
+    hidden, fresh = extend(model, past, state.fresh, column, token[:, None], pos[:, None])
     return _State(
         step=state.step + 1,
         pos=state.pos + 1,
         done=state.done | (token[:, None] == stops[None]).any(axis=1),
-        hidden=hidden,
+        hidden=hidden[:, 0],
         tokens=jax.lax.dynamic_update_slice(state.tokens, token[:, None], (jnp.int32(0), state.step)),
         fresh=fresh,
     )
 
 
-def _finish(cache: KVCache, state: _State, later: int) -> Generation:
+def _finish(model: Model, made: Request, state: _State) -> Generation:
+    """Everything read and generated, appended to the cache."""
+    cache = grown(made)
+    if cache is None:
+        cache = empty(model.config.geometry, state.tokens.shape[0], made.capacity, model.dtype)
     lengths = (state.tokens >= 0).sum(axis=1, dtype=jnp.int32)
-    return Generation(state.tokens, lengths, thaw(add_slots(cache, later), state.fresh))
+    return Generation(state.tokens, lengths, thaw(cache, state.fresh))
 
 
 def stream(
@@ -235,17 +241,17 @@ def stream(
     how = sampling(temperature, top_k, top_p, rng)
     made, steps = _opening(model, boundary, cache, positions, max_new_tokens)
     stops = _stops(stop_tokens)
-    read, past, state = _begin_stream(model, made, steps=steps)
+    past, state = _begin_stream(model, made, steps=steps)
     for i in range(max_new_tokens):
         state = _advance_stream(model, past, state, stops, how, rng)
         row = np.asarray(state.tokens[:, i]).tolist()
         yield row[0] if len(row) == 1 else row
         if np.asarray(state.done).all():
             break
-    out = _finish_stream(read, state, later=made.later)
+    out = _finish_stream(model, made, state)
     return Generation(out.tokens[:, :max_new_tokens], out.lengths, out.cache)
 
 
 _begin_stream = partial(jax.jit, static_argnames=("steps",))(_begin)
 _advance_stream = partial(jax.jit, donate_argnames=("state",))(_advance)
-_finish_stream = partial(jax.jit, static_argnames=("later",))(_finish)
+_finish_stream = jax.jit(_finish)

@@ -65,25 +65,46 @@ def embed(c: ModelConfig, params: Weights, tokens: Int[Array, "B T"], pos: Int[A
     return x
 
 
-def project(
-    c: ModelConfig, w: Weights, x: Float[Array, "B T M"]
-) -> tuple[Float[Array, "B H T D"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
-    """Queries, keys and values of one layer from its normalised input, un-rotated, after any q/k norm."""
+def enter(
+    c: ModelConfig, w: Weights, x: Float[Array, "B T M"], angles: Angles, interleaved: bool = False
+) -> tuple[Float[Array, "B H T D"], Float[Array, "B K T D"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
+    """First half of a layer, up to what attention needs.
+
+    Args:
+        c, w: static facts and the layer's weights.
+        x: ``[B,T,M]`` residual stream.
+        angles: cosines and sines ``[B,1,T,F]`` of the tokens' positions.
+        interleaved: RoPE pairs are neighbours.
+
+    Returns:
+        rotated queries ``[B,H,T,D]``, un-rotated keys, rotated keys and values ``[B,K,T,D]`` (keys after any key norm).
+    """
+    x = norm(c, w["attn_norm"], x)
     q, k, v = (dot(x, w[f"w{name}"], w.get(f"b{name}")) for name in "qkv")
     if c.qk_norm:
         q, k = norm(c, w["q_norm"], q), norm(c, w["k_norm"], k)
-    return q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    q, k, v = q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return turn(q, angles, interleaved), k, turn(k, angles, interleaved), v
 
 
-def turn(x: Float[Array, "B K T D"], angles: Angles, interleaved: bool) -> Float[Array, "B K T D"]:
+def turn(x: Float[Array, "B K T D"], angles: Angles, interleaved: bool = False) -> Float[Array, "B K T D"]:
     """Apply RoPE with cosines and sines computed before; learned positions: nothing to do."""
     return x if angles is None else rotate_by(x, *angles, interleaved=interleaved)
 
 
-def finish(
+def leave(
     c: ModelConfig, w: Weights, x: Float[Array, "B T M"], heads: Float[Array, "B H T D"]
 ) -> Float[Array, "B T M"]:
-    """The rest of the layer: output projection, feed-forward, norms and residual sums."""
+    """Second half of a layer: output projection, feed-forward, norms and residual sums.
+
+    Args:
+        c, w: static facts and the layer's weights.
+        x: ``[B,T,M]`` the residual stream that entered the layer.
+        heads: ``[B,H,T,D]`` what attention read.
+
+    Returns:
+        the residual stream of the next layer.
+    """
     y = dot(heads.swapaxes(1, 2), w["wo"], w.get("bo"), contract=2)
     x = x + (norm(c, w["post_attn_norm"], y) if c.post_norms else y)
     y = feed_forward(c, w, norm(c, w["mlp_norm"], x))

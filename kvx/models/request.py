@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ class Request:
         keep: how a new cache treats window layers.
         capacity: slots of a new cache.
         grow: slots to add to each group of the given cache.
-        later: slots to add once the tokens are written, to every group that is no ring.
         packed: padding stands on the right only, so that a new cache needs no closing up.
         ordered: positions rise along each row, so that keys behind a query's block need no look.
     """
@@ -41,7 +39,6 @@ class Request:
     keep: Keep = static(default="all")
     capacity: int = static(default=0)
     grow: tuple[int, ...] = static(default=())
-    later: int = static(default=0)
     packed: bool = static(default=False)
     ordered: bool = static(default=True)
 
@@ -66,7 +63,7 @@ def request(
         positions: int ``[B,T]``, -1 at padding.
         keep: ``"all"`` or ``"window"``, for a new cache.
         capacity: slots the cache shall have afterwards, ``None``: what is needed.
-        extra: tokens that will follow; ``later`` says how many slots they need.
+        extra: room for that many tokens more.
         bucketed: pad concrete tokens to :func:`bucket_length`.
 
     Returns:
@@ -91,25 +88,20 @@ def request(
     positions = None if positions is None else _pad(positions, length)
     bucketed = bucketed and seen is not None
     if cache is not None:
-        grow, later = _growth(cache, capacity, real, extra, bucketed)
-        return Request(tokens, positions, cache, keep, grow=grow, later=later, ordered=ordered)
-    slots, total = _new_slots(capacity, real, length, extra, bucketed)
+        grow = tuple(_growth(group, capacity, real + extra, bucketed) for group in cache.groups)
+        return Request(tokens, positions, cache, keep, grow=grow, ordered=ordered)
+    slots = _new_slots(capacity, real + extra, length if not extra else 0, bucketed)
     packed = seen is not None and bool((np.diff((seen >= 0).astype(np.int8), axis=1) <= 0).all())
-    return Request(tokens, positions, None, keep, slots, later=total - slots, packed=packed, ordered=ordered)
+    return Request(tokens, positions, None, keep, slots, packed=packed, ordered=ordered)
 
 
 def grown(made: Request) -> KVCache | None:
-    """The request's cache with room for the tokens that are to be written."""
-    return made.cache if made.cache is None else add_slots(made.cache, made.grow)
-
-
-def add_slots(cache: KVCache, more: Sequence[int] | int) -> KVCache:
-    """Empty slots behind those of each group; a single number leaves rings alone."""
-    more = [0 if group.ring else more for group in cache.groups] if isinstance(more, int) else more
-    groups = tuple(
-        _add_slots(group, count) if count else group for group, count in zip(cache.groups, more, strict=True)
-    )
-    return dataclasses.replace(cache, groups=groups)
+    """The request's cache with room for all that is to be written."""
+    if made.cache is None or not any(made.grow):
+        return made.cache
+    pairs = zip(made.cache.groups, made.grow, strict=True)
+    groups = tuple(_add_slots(group, more) if more else group for group, more in pairs)
+    return dataclasses.replace(made.cache, groups=groups)
 
 
 def _add_slots(group: CacheGroup, more: int) -> CacheGroup:
@@ -187,41 +179,27 @@ def _pad(x: Array, length: int) -> Array:
     return jnp.asarray(pad(x, ((0, 0), (0, more)), constant_values=-1)) if more else jnp.asarray(x)
 
 
-def _new_slots(capacity: int | None, real: int, length: int, extra: int, bucketed: bool) -> tuple[int, int]:
-    """Slots of a new cache for ``length`` tokens, and for ``extra`` more after them."""
-    if capacity is not None:
-        _check_capacity(capacity, real + extra)
-        return (capacity, capacity) if not extra else (min(length, capacity), capacity)
-    return length, max(length, bucket_length(real + extra)) if bucketed else length + extra
+def _new_slots(capacity: int | None, need: int, length: int, bucketed: bool) -> int:
+    """Slots of a new cache for ``need`` real tokens, in an array of ``length``."""
+    if capacity is None:
+        return max(length, bucket_length(need) if bucketed else need)
+    return _enough(capacity, need)
 
 
-def _growth(cache: KVCache, capacity: int | None, real: int, extra: int, bucketed: bool) -> tuple[tuple[int, ...], int]:
-    """Slots to add to each group so that ``real`` tokens fit, and afterwards for ``extra`` more."""
-    grow, later = [], 0
-    for group in cache.groups:
-        written = concrete(group.next)
-        if group.ring:
-            grow.append(0)
-        elif written is None:
-            grow.append(real if capacity is None else max(capacity - extra - group.slots, 0))
-            later = extra
-        else:
-            now = int(written.max(initial=0)) + real
-            now, total = (_target(group.slots, capacity, need, bucketed) for need in (now, now + extra))
-            grow.append(now - group.slots)
-            later = max(later, total - now) if extra else 0
-    return tuple(grow), later
+def _growth(group: CacheGroup, capacity: int | None, tokens: int, bucketed: bool) -> int:
+    """Slots to add to one group so that ``tokens`` more fit."""
+    written = concrete(group.next)
+    if group.ring:
+        return 0
+    if written is None:
+        return tokens if capacity is None else max(capacity - group.slots, 0)
+    need = int(written.max(initial=0)) + tokens
+    if capacity is None:
+        capacity = bucket_length(need) if bucketed and need > group.slots else need
+    return max(_enough(capacity, need) - group.slots, 0)
 
 
-def _target(slots: int, capacity: int | None, need: int, bucketed: bool) -> int:
-    if capacity is not None:
-        _check_capacity(capacity, need)
-    wanted = capacity or need
-    if need > slots and bucketed and capacity is None:
-        wanted = bucket_length(need)
-    return max(slots, wanted)
-
-
-def _check_capacity(capacity: int, need: int) -> None:
+def _enough(capacity: int, need: int) -> int:
     if capacity < need:
         raise KvxError(f"capacity {capacity} is too small for {need} tokens; give at least that.")
+    return capacity
