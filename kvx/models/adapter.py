@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvx.errors import KvxError
-from kvx.models.safetensors_folder import SafetensorsFolder, tensor_names
+from kvx.models.safetensors_folder import SafetensorsFolder
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = re.compile(r"^(?:base_model\.model\.)?(?:(?:model|transformer|language_model)\.)*")
@@ -71,8 +71,8 @@ class Adapter:
         if settings.get("peft_type") != "LORA" or odd or settings.get("bias", "none") != "none":
             what = ", ".join(odd) or f"peft_type {settings.get('peft_type')!r}, bias {settings.get('bias')!r}"
             raise KvxError(f"the adapter in {folder} uses {what}; kvx merges plain LoRA; merge it with PEFT first.")
-        reader = SafetensorsFolder(dict.fromkeys(tensor_names(weights), weights))
-        return cls([config, weights], _pairs(folder, reader.files), reader, settings)
+        reader = SafetensorsFolder.of([weights])
+        return cls([config, weights], _pairs(folder, reader.slots), reader, settings)
 
     def merge_into(self, read: Callable[[str], np.ndarray], names: Iterable[str]) -> Callable[[str], np.ndarray]:
         """A reader that adds the adapter to the tensors it changes.

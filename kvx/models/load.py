@@ -201,18 +201,18 @@ def _read_folder(
     """Weights, tokenizer and digest of a Hugging Face folder, read side by side."""
     fields = _config_fields(folder)
     reader = SafetensorsFolder.open(folder)
-    config = resolve_tied(from_hf_config(fields), reader.files, reader.read)
+    config = resolve_tied(from_hf_config(fields), reader.slots, reader.read)
     read: Callable[[str], np.ndarray] = reader.read
     extra: list[Path] = []
     if adapter is not None:
         from kvx.models.adapter import Adapter
 
         lora = Adapter.open(adapter)
-        read, extra = lora.merge_into(reader.read, reader.files), lora.files
+        read, extra = lora.merge_into(reader.read, reader.slots), lora.files
     with ThreadPoolExecutor(2) as pool:
         digest = pool.submit(_weight_digest, folder, reader, extra)
         own = pool.submit(_own_tokenizer, folder) if tokenizer is None else pool.submit(_as_tokenizer, tokenizer)
-        params = assemble(config, read, reader.files, dtype=dtype, stacked=stacked, put=place)
+        params = assemble(config, read, reader.slots, dtype=dtype, stacked=stacked, put=place, owned=True)
         found = own.result()
         provenance = Provenance(name, digest.result(), found.digest if found else "")
     return Model(params, config, found, provenance)

@@ -9,23 +9,54 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kvx.errors import KvxError
+from kvx.models.host_buffer import aligned_empty
 
-_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-FLOATS = ("F32", "F16", "BF16", "F64")
+FLOATS = {
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype("float64"),
+}
+_CODES = {dtype: code for code, dtype in FLOATS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies.
+
+    Attributes:
+        path: the file; code: safetensors' dtype; shape; offset, nbytes: bytes from the start of the file.
+    """
+
+    path: Path
+    code: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class SafetensorsFolder:
-    """The tensors of a checkpoint folder, by name.
+    """The tensors of a checkpoint, by name.
 
     Attributes:
-        files: tensor name -> file that holds it.
+        slots: tensor name -> where it lies.
     """
 
-    files: dict[str, Path]
+    slots: dict[str, Slot]
+
+    @classmethod
+    def of(cls, paths: Iterable[Path]) -> SafetensorsFolder:
+        """The tensors of some files.
+
+        Raises:
+            KvxError: a file is damaged or cut short.
+        """
+        return cls({name: slot for path in paths for name, slot in _slots(path).items()})
 
     @classmethod
     def open(cls, folder: str | Path) -> SafetensorsFolder:
@@ -66,53 +97,58 @@ class SafetensorsFolder:
         absent = [path.name for path in paths if not path.is_file()]
         if absent:
             raise KvxError(f"{folder} lacks shards: {', '.join(absent)}; download it again.")
-        found = {name: path for path in paths for name in tensor_names(path)}
-        lost = sorted(set(names) - set(found))
+        found = cls.of(paths)
+        lost = sorted(set(names) - set(found.slots))
         if lost:
             raise KvxError(f"{folder}: no shard holds {', '.join(lost)}, which the index names; download it again.")
-        return cls(found)
+        return found
 
     @property
     def paths(self) -> list[Path]:
         """The files, each once."""
-        return sorted(set(self.files.values()))
+        return sorted({slot.path for slot in self.slots.values()})
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor (bfloat16 as ``ml_dtypes.bfloat16``).
+        """One tensor, in memory of its own (bfloat16 as ``ml_dtypes.bfloat16``).
 
-        The file is mapped for this one tensor only: a mapping kept open would count its pages as this process's
-        memory until the whole file had been read.
+        Read, not mapped: pages of a mapping count as this process's memory beside the copy made of them.
 
         Raises:
             KvxError: stored as integers or in an 8-bit float (a quantised checkpoint), which a cast would turn into
                 other numbers.
         """
-        import ml_dtypes  # noqa: F401  (numpy's bfloat16)
-        from safetensors import safe_open
+        slot = self.slots[name]
+        if slot.code not in FLOATS:
+            raise KvxError(
+                f"{slot.path.name}: tensor {name!r} is stored as {slot.code}; expected one of "
+                f"{', '.join(FLOATS)}; pass an unquantised checkpoint or a GGUF file."
+            )
+        out = aligned_empty(slot.shape, FLOATS[slot.code])
+        with slot.path.open("rb") as f:
+            f.seek(slot.offset)
+            if f.readinto(out.reshape(-1).view(np.uint8).data) != slot.nbytes:
+                raise KvxError(f"{slot.path} ended inside {name!r}; download it again.")
+        return out
 
-        with safe_open(self.files[name], framework="np") as f:
-            code = f.get_slice(name).get_dtype()
-            if code not in FLOATS:
-                raise KvxError(
-                    f"{self.files[name].name}: tensor {name!r} is stored as {code}; expected one of "
-                    f"{', '.join(FLOATS)}; pass an unquantised checkpoint or a GGUF file."
-                )
-            return f.get_tensor(name)
 
-
-def tensor_names(path: Path) -> list[str]:
-    """Names of the tensors of one safetensors file.
-
-    Raises:
-        KvxError: the file is damaged or cut short.
-    """
+def _slots(path: Path) -> dict[str, Slot]:
+    """The header of one file, checked by the safetensors library (sizes, overlaps, names) and then read."""
     from safetensors import safe_open
 
     try:
-        with safe_open(path, framework="np") as f:
-            return list(f.keys())
+        with safe_open(path, framework="np"):
+            pass
+        with path.open("rb") as f:
+            size = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(size))
     except Exception as error:  # safetensors raises its own type, OSError or ValueError, all for a damaged file
         raise KvxError(f"{path} is damaged or cut short ({error}); download it again.") from error
+    slots = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            slots[name] = Slot(path, entry["dtype"], tuple(entry["shape"]), 8 + size + start, end - start)
+    return slots
 
 
 def _no_weights(folder: Path) -> str:
@@ -168,7 +204,7 @@ def write_safetensors(
     at = 0
     for entry in entries:
         size = math.prod(entry.shape) * entry.dtype.itemsize
-        facts = {"dtype": _CODES[entry.dtype.name], "shape": list(entry.shape), "data_offsets": [at, at + size]}
+        facts = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + size]}
         header[entry.name] = facts
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ import numpy as np
 from kvx.errors import KvxError
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
+from kvx.models.host_buffer import aligned_empty
 from kvx.models.model import Model
 from kvx.models.weight_table import Path, Row, table
 
@@ -84,6 +84,7 @@ def assemble(
     stacked: bool = False,
     put: Callable[[Path, np.ndarray], jax.Array] | None = None,
     naming: str = "hf",
+    owned: bool = False,
 ) -> dict[str, Any]:
     """Read all parameters, tensor by tensor.
 
@@ -95,6 +96,7 @@ def assemble(
         stacked: stack layers ``[L,...]`` (scanned decoder) instead of one dict per layer.
         put: ``(path, host array) -> device array``; places each parameter, for instance into a sharding.
         naming: ``"hf"`` or ``"gguf"``.
+        owned: nobody else holds the arrays that ``get_tensor`` returns, so that parameters may stand on their memory.
 
     Returns:
         The ``params`` of :class:`kvx.models.model.Model`.
@@ -120,10 +122,10 @@ def assemble(
     bad: list[str] = []
     for row in rows:
         repeats = config.num_layers if row.per_layer else 1
-        stack = _buffer((repeats, *row.shape), dtype) if row.per_layer and stacked else None
+        stack = aligned_empty((repeats, *row.shape), dtype) if row.per_layer and stacked else None
         for i in range(repeats):
             name = row.name(naming, i)
-            array = _convert(row, get_tensor(known[name]), naming, dtype)
+            array = _convert(row, get_tensor(known[name]), naming, dtype, owned and stack is None)
             if array.shape != row.shape:
                 bad.append(f"{name} gives {row.path[-1]} {array.shape} instead of {row.shape}")
             elif stack is not None:
@@ -181,7 +183,7 @@ def _numpy(tensor: Any) -> np.ndarray:
     return np.asarray(tensor)
 
 
-def _convert(row: Row, tensor: Any, naming: str, dtype: Any) -> np.ndarray:
+def _convert(row: Row, tensor: Any, naming: str, dtype: Any, owned: bool) -> np.ndarray:
     """One tensor as parameter: transposed, split, cast and shaped; an unshapeable one comes back as it is."""
     array = _numpy(tensor)
     if array.ndim == 2 and (row.kind == "linear" or (row.kind == "conv1d" and naming == "gguf")):
@@ -190,17 +192,11 @@ def _convert(row: Row, tensor: Any, naming: str, dtype: Any) -> np.ndarray:
         array = np.split(array, row.part[1], axis=-1)[row.part[0]]
     if array.shape not in (row.shape, row.matrix):
         return array
-    out = _buffer(row.shape, dtype)
+    if owned and array.dtype == dtype and array.flags.c_contiguous:
+        return array.reshape(row.shape)
+    out = aligned_empty(row.shape, dtype)
     out[...] = array.reshape(row.shape)
     return out
-
-
-def _buffer(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Empty host array on a 64-byte boundary, which ``jax.device_put`` on CPUs takes over instead of copying."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def _set(tree: dict[str, Any], path: Path, value: Any) -> None:

@@ -28,7 +28,7 @@ ROUND_TRIP = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 def loaded(path: Path) -> dict[str, np.ndarray]:
     """Converted weights under the names of the weight table."""
     reader = SafetensorsFolder.open(convert_gguf(path))
-    return {name.removeprefix("model."): reader.read(name) for name in reader.files}
+    return {name.removeprefix("model."): reader.read(name) for name in reader.slots}
 
 
 @pytest.mark.parametrize("arch", ggufs.CONFIGS)

@@ -149,8 +149,8 @@ def test_same_weights_and_same_greedy_text_as_transformers(name: str, gguf_of: C
 
     oracle = torch_model(gguf_of(name))
     state, stored = oracle.state_dict(), SafetensorsFolder.open(demo_folder(name))
-    assert set(state) - set(stored.files) == {"lm_head.weight"}
-    for tensor in stored.files:
+    assert set(state) - set(stored.slots) == {"lm_head.weight"}
+    for tensor in stored.slots:
         assert np.array_equal(stored.read(tensor), state[tensor].numpy()), tensor
     del state
     model = load_model(f"demo:{name}")
