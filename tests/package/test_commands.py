@@ -1,0 +1,136 @@
+"""The commands on a tiny real pair: fit, inspect, eval, handoff, demo; their figures, files and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvx import cli
+
+FIT = ["--layers", "2", "--max-tokens", "1500", "--max-length", "96", "--context-tokens", "40"]
+CUT = ["--context-tokens", "40", "--continuation-tokens", "16"]
+ARMS = {"native", "native_mismatched", "none", "translated", "mismatched", "constant", "random"}
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVX_CACHE", str(tmp_path_factory.getbasetemp() / "kvx-cache"))
+
+
+@pytest.fixture(scope="module")
+def mapper(pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "map"
+    args = [*pair.models, "--text", str(pair.text), "--out", str(folder), *FIT, "--continuation-tokens", "16"]
+    assert cli.main(["fit", *args]) == 0
+    return folder
+
+
+def figures(capsys: pytest.CaptureFixture[str]) -> dict:
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return json.loads(said.out)
+
+
+def test_fit_refuses_a_taken_folder(mapper: Path, pair, capsys) -> None:
+    args = ["fit", *pair.models, "--text", str(pair.text), "--out", str(mapper), *FIT]
+    assert cli.main(args) == 1
+    assert "--overwrite" in capsys.readouterr().err
+
+
+def test_fit_reports_as_json(pair, tmp_path: Path, capsys) -> None:
+    args = ["fit", *pair.models, "--text", str(pair.text), "--out", str(tmp_path / "m"), *FIT, "--json"]
+    assert cli.main(args) == 0
+    found = figures(capsys)
+    assert found["report"]["rows"] > 500 and {"data", "fit", "held_out", "mapper"} <= set(found["hashes"])
+
+
+def test_inspect_tells_what_a_mapper_is(mapper: Path, capsys) -> None:
+    assert cli.main(["inspect", str(mapper), "--json"]) == 0
+    found = figures(capsys)
+    assert found["kind"] == "mapper" and found["rule"] == "covering" and found["prefix_tokens"] == 1
+    assert {row["target_layer"] for row in found["support"]} == {0, 1}
+    assert cli.main(["inspect", str(mapper)]) == 0
+    assert "FullHead" in capsys.readouterr().out
+
+
+def test_inspect_tells_what_a_model_is(pair, capsys) -> None:
+    assert cli.main(["inspect", str(pair.source), "--json"]) == 0
+    found = figures(capsys)
+    assert found["supported"] and found["geometry"][0]["layers"] == "0-2"
+    assert found["cache_bytes_per_token"] == {"float32": 3 * 2 * 16 * 4, "bfloat16": 3 * 2 * 16 * 2}
+
+
+def test_a_damaged_mapper_is_refused(mapper: Path, tmp_path: Path, capsys) -> None:
+    import shutil
+
+    copy = shutil.copytree(mapper, tmp_path / "copy")
+    victim = max((p for p in (copy / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    assert cli.main(["inspect", str(copy)]) == 1
+    assert capsys.readouterr().err.startswith("kvx: ")
+
+
+def test_eval_gives_the_promised_figures_and_keeps_them(mapper: Path, pair, capsys) -> None:
+    args = ["eval", "--mapper", str(mapper), "--text", str(pair.text), "--questions", str(pair.questions), *CUT]
+    assert cli.main([*args, "--items", "6", "--max-new-tokens", "4", "--json"]) in (0, 3)
+    found = figures(capsys)
+    for name in ("retained", "content"):
+        assert {name, f"{name}_low", f"{name}_high"} <= set(found)
+    assert set(found["loss"]) >= ARMS | {"source_alone_nats_per_byte"}
+    assert set(found["f1"]) == ARMS | {"source_alone"}
+    assert found["items"] == 6 and found["questions"] == 6 and found["seconds"] > 0
+    assert {"mapper", "items", "questions", "template", "data_held_out"} <= set(found["hashes"])
+    assert json.loads((mapper / "evaluation.json").read_text())["hashes"] == found["hashes"]
+
+
+def test_eval_exits_3_when_the_verdict_is_reprefill(mapper: Path, pair, tmp_path: Path, capsys) -> None:
+    bars = {"name": "impossible", "min_contexts": 2, "min_questions": 2, "content": 9.0, "answers": 9.0}
+    path = tmp_path / "bars.json"
+    path.write_text(json.dumps({**bars, "attention_cosine": 2.0, "warm_speedup": 0.0}))
+    args = ["eval", "--mapper", str(mapper), "--text", str(pair.text), "--thresholds", str(path), "--items", "6", *CUT]
+    assert cli.main([*args, "--json"]) == 3
+    assert figures(capsys)["verdict"] == "reprefill"
+    handoff = ["handoff", "--mapper", str(mapper), "--context", str(pair.text.with_name("context.txt"))]
+    Path(handoff[-1]).write_text("The miller found the bridge. A heron sold nine pears.")
+    assert cli.main([*handoff, "--question", "who?", "--max-new-tokens", "4", "--json"]) == 3
+    answer = figures(capsys)
+    assert answer["verdict"] == "reprefill" and answer["coverage"] == 1.0 and len(answer["tokens"]) <= 4
+
+
+def test_handoff_of_another_model_is_refused(mapper: Path, pair, tmp_path: Path, capsys) -> None:
+    context = tmp_path / "c.txt"
+    context.write_text("The miller found the bridge.")
+    args = ["handoff", "--mapper", str(mapper), "--context", str(context), "--question", "who?"]
+    assert cli.main([*args, "--source", str(pair.target)]) == 1
+    assert "source" in capsys.readouterr().err
+
+
+def test_an_empty_context_is_one_sentence(mapper: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "empty.txt").write_text(" \n")
+    args = ["handoff", "--mapper", str(mapper), "--context", str(tmp_path / "empty.txt"), "--question", "who?"]
+    assert cli.main(args) == 1
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_what_is_remembered_depends_on_everything() -> None:
+    from kvx.commands.remember import key_of
+
+    keys = {key_of("fit", pairs, method, held) for pairs in "ab" for method in "cd" for held in (0.1, 0.2)}
+    assert len(keys) == 8
+
+
+def test_demo_shows_an_answer_and_the_table_and_remembers(pair, capsys) -> None:
+    args = ["demo", *pair.models, "--text", str(pair.text), *FIT, "--continuation-tokens", "16"]
+    args += ["--items", "6", "--max-questions", "4", "--max-new-tokens", "4"]
+    assert cli.main(args) == 0
+    said = capsys.readouterr()
+    assert "answers from the translated cache" in said.out and "verdict" in said.out and "native" in said.out
+    assert "kept from an earlier run" not in said.err
+    assert cli.main([*args, "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert said.err.count("kept from an earlier run") == 2
+    assert found["fit"]["kept"] and set(found["answers_shown"]) >= {"translated", "expected"}
+    assert {"retained", "content", "items", "loss", "f1", "verdict", "hashes", "seconds"} <= set(found)
