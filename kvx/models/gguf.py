@@ -51,8 +51,8 @@ def convert_gguf(path: str | Path, *, digest: str | None = None, progress: Hook 
         ``model.safetensors``, ``tokenizer.json``, ``tokenizer_config.json``, and ``kvx.json`` with the digest.
 
     Raises:
-        KvxError: unsupported architecture, tokenizer or quantisation (by name); tensors missing or not understood; a
-            cache folder that cannot be written.
+        KvxError: unsupported architecture or quantisation (by name); tensors missing or not understood; a cache folder
+            that cannot be written. A tokenizer that cannot be built is reported when it is needed.
 
     Example:
         >>> from kvx.models.gguf import convert_gguf
@@ -80,11 +80,14 @@ def write_converted(path: Path, folder: Path, *, digest: str, progress: Hook | N
     renamed = {EMBED: HEAD} if EMBED in skipped else {}
     check_names(config, [*names, *renamed], naming="gguf")
     _check_types(file, names)
-    _write_tokenizer(file, folder)
     entries = _entries(file, config, renamed)
     write_safetensors(folder / "model.safetensors", entries, progress=progress)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
     manifest = {"format": FORMAT, "source": path.name, "sha256": digest, "notes": notes}
+    try:
+        _write_tokenizer(file, folder)
+    except KvxError as error:  # the weights are good, and the caller may bring a tokenizer
+        manifest["tokenizer_error"] = str(error)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for note in notes:
         _log.warning("%s: %s", path.name, note)

@@ -11,6 +11,7 @@ from kvx.models.progress import Hook
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+(/[\w./-]+\.gguf)?$")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+HUB_UNUSED = ("*/*", "consolidated*")  # other formats in subfolders, a second copy of the weights
 
 
 def is_hub_id(name: str) -> bool:
@@ -38,22 +39,29 @@ def download(name: str, *, revision: str | None = None, progress: Hook | bool | 
     Raises:
         KvxError: not there, gated, offline, or a repository without ``config.json``.
     """
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download
 
     owner, repo, *file = name.split("/", 2)
     try:
         if file:
             return convert_gguf(hf_hub_download(f"{owner}/{repo}", file[0], revision=revision), progress=progress)
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
+        folder = Path(_snapshot(name, revision))
     except KvxError:
         raise
     except Exception as error:  # huggingface_hub and its transports raise a dozen unrelated types
         raise KvxError(_hub_failure(name, error)) from error
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise KvxError(
             f"{name} holds no config.json; if it is a GGUF repository, name the file too: {name}/<file>.gguf."
         )
     return folder
+
+
+def _snapshot(name: str, revision: str | None) -> str:
+    from huggingface_hub import snapshot_download
+
+    allow, ignore = list(HUB_FILES), list(HUB_UNUSED)
+    return snapshot_download(name, revision=revision, allow_patterns=allow, ignore_patterns=ignore)
 
 
 def _hub_failure(name: str, error: Exception) -> str:

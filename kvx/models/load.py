@@ -63,7 +63,7 @@ def load_model(
         stacked: layers stacked and scanned (compiles fast), or one by one (decodes faster on CPUs); ``None``: one by
             one on CPUs, else stacked.
         tokenizer: a tokenizer, or a folder that holds one, instead of the model's own.
-        adapter: folder of a LoRA adapter (PEFT layout) to merge into the weights.
+        adapter: folder or hub id of a LoRA adapter (PEFT layout) to merge into the weights.
         revision: hub branch, tag or commit.
         progress: a hook ``(what, done, total)`` for conversions and downloads; ``None``: a bar where somebody can see
             it; ``False``: silence.
@@ -97,7 +97,9 @@ def load_model(
         return _in_memory(name_or_path, dtype, place, stacked, _as_tokenizer(tokenizer), adapter)
     name = os.fspath(name_or_path)
     folder = _folder(name, revision, progress)
-    if adapter is None and (folder / ADAPTER).is_file():
+    if adapter is not None:
+        adapter = _folder(os.fspath(adapter), None, progress)
+    elif (folder / ADAPTER).is_file():
         adapter = folder
         folder = folder if (folder / "config.json").is_file() else _folder(_base_of(folder), None, progress)
     return _read_folder(folder, name, dtype, place, stacked, tokenizer, adapter)
@@ -182,7 +184,14 @@ def _as_tokenizer(tokenizer: Tokenizer | str | Path | None) -> Tokenizer | None:
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer; ``None`` where it holds no tokenizer files at all."""
+    """The folder's tokenizer; ``None`` where it holds no tokenizer files at all.
+
+    Raises:
+        KvxError: the tokenizer of a GGUF file could not be built.
+    """
+    manifest = folder / MANIFEST
+    if manifest.is_file() and (reason := json.loads(manifest.read_text()).get("tokenizer_error")):
+        raise KvxError(reason)
     files = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
     if not any((folder / file).is_file() for file in files):
         return None

@@ -228,6 +228,14 @@ def test_hub_downloads_only_what_is_needed(cache: Path, tmp_path: Path, monkeypa
     assert asked["revision"] == "v1" and not any(p.endswith((".bin", ".gguf")) for p in asked["allow_patterns"])
 
 
+def test_hub_gguf_file(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ggufs.write(tmp_path / "m.gguf", "llama", ggufs.tiny("llama"))
+    asked: list[Any] = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a, **k: asked.append((a, k)) or str(path))
+    assert load_model("owner/some-GGUF/sub/m.gguf").config.num_layers == 2
+    assert asked == [(("owner/some-GGUF", "sub/m.gguf"), {"revision": None})]
+
+
 class TestAdapter:
     def write(self, folder: Path, **changes: Any) -> Path:
         from safetensors.numpy import save_file

@@ -159,14 +159,29 @@ def test_refusals_name_the_culprit(cache: Path, tmp_path: Path) -> None:
     for arch, meta, word in (
         ("llama", {"llama.expert_count": 8}, "mixtures of experts"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, "longrope"),
-        ("llama", {"tokenizer.ggml.pre": "klingon-bpe"}, "klingon-bpe"),
-        ("llama", {"tokenizer.ggml.model": "bert"}, "bert"),
         ("llama", {"llama.rope.freq_base": None}, "RoPE base"),
         ("llama", {"llama.embedding_length": None}, "llama.embedding_length"),
         ("llama", {"split.count": 3}, "llama-gguf-split"),
     ):
         with pytest.raises(KvxError, match=word):
             convert_gguf(ggufs.write(tmp_path / "m.gguf", arch, model, meta=meta))
+
+
+@pytest.mark.parametrize("meta", [{"tokenizer.ggml.pre": "klingon-bpe"}, {"tokenizer.ggml.model": "klingon-bpe"}])
+def test_unknown_tokenizer_is_refused_unless_one_is_given(meta: dict[str, str], cache: Path, tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "m.gguf", "llama", ggufs.tiny("llama"), meta=meta)
+    for _ in range(2):  # at the conversion, and from the cache
+        with pytest.raises(KvxError, match="klingon-bpe.*pass tokenizer="):
+            load_model(path)
+    other = convert_gguf(ggufs.write(tmp_path / "n.gguf", "llama", ggufs.tiny("llama", seed=1)))
+    model = load_model(path, tokenizer=other)
+    assert model.tokenizer is not None and model.tokenizer.encode("ab").ids.tolist() == [4]
+
+
+def test_file_without_tokenizer(cache: Path, tmp_path: Path) -> None:
+    meta = dict.fromkeys(ggufs.tokenizer_metadata())
+    model = load_model(ggufs.write(tmp_path / "m.gguf", "llama", ggufs.tiny("llama"), meta=meta))
+    assert model.tokenizer is None and model.provenance and model.provenance.tokenizer == ""
 
 
 def test_unknown_architecture(cache: Path, tmp_path: Path) -> None:
