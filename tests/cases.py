@@ -12,9 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+import kvx
 from kvx.cache.build import from_arrays
 from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
+from kvx.fitting.synthetic import SOURCE, TARGET, toy_pairs
+from kvx.mappers import CacheMap, full_head
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
 
@@ -122,3 +125,37 @@ def poison(cache: KVCache) -> KVCache:
         return dataclasses.replace(group, k=k, v=v)
 
     return dataclasses.replace(cache, groups=tuple(fill(group) for group in cache.groups))
+
+
+@dataclasses.dataclass(frozen=True)
+class MapperCase:
+    """One fitted map and a batch it reads.
+
+    Attributes:
+        fitted: makes the map (of toy pairs; see :mod:`kvx.fitting.synthetic`) for a seed of its pairs.
+        exact: whether the toy pairs are affine in what the method reads, so that it must recover them.
+    """
+
+    fitted: Callable[[int], CacheMap]
+    exact: bool = True
+
+
+def _fitted(method: Any, **pairs: Any) -> Callable[[int], CacheMap]:
+    return lambda seed: kvx.fit(method, toy_pairs(seed=seed, **pairs), progress=False)[0]
+
+
+def _chained(seed: int) -> CacheMap:
+    there = _fitted(full_head(layers=2, ridge=1e-4))(seed)
+    back = _fitted(full_head(layers=2, ridge=1e-4), source=TARGET, target=SOURCE)(seed + 1)
+    return kvx.chain(there, back)
+
+
+MAPPERS: dict[str, MapperCase] = {
+    "full_head": MapperCase(_fitted(full_head(layers=2))),
+    "full_head, one ridge": MapperCase(_fitted(full_head(layers=1, ridge=1e-6))),
+    "full_head, all layers": MapperCase(_fitted(full_head(layers="all", ridge=1e-6))),
+    "full_head, best layers": MapperCase(_fitted(full_head(layers=1, choice="best"))),
+    "full_head, own kind": MapperCase(_fitted(full_head(layers=2, inputs="same")), exact=False),
+    "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
+    "chain": MapperCase(_chained, exact=False),
+}

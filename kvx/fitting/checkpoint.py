@@ -101,9 +101,10 @@ def _write(folder: Path, spec: Any, arrays: dict[str, Any], digest: str) -> None
     """Arrays first, then the manifest that vouches for them."""
     import orbax.checkpoint as ocp
 
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / ARRAYS, arrays)
-        checkpointer.wait_until_finished()
+    if arrays:  # Orbax refuses an empty tree, and the identity has no parameters
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / ARRAYS, arrays)
+            checkpointer.wait_until_finished()
     manifest = {
         "format": FORMAT,
         "kvx": kvx.__version__,
@@ -182,6 +183,8 @@ def _read_arrays(folder: Path, wanted: dict[str, Any], sharding: jax.sharding.Sh
     """Restore exactly the arrays of the manifest, with its dtypes and shapes, onto present devices."""
     import orbax.checkpoint as ocp
 
+    if not wanted:
+        return {}
     place = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with ocp.StandardCheckpointer() as checkpointer:
         stored = _stored(checkpointer, folder)
