@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvx.cache.cache import KVCache
 from kvx.evaluation.answers import Template, exact_match, f1_score, first_line, newline_tokens
-from kvx.evaluation.arms import Setup, boundary_tokens, build, plan, stack_rows
+from kvx.evaluation.arms import Setup, boundary_tokens, build, stack_rows
+from kvx.evaluation.batches import plan
 from kvx.evaluation.items import Question, digest
 from kvx.evaluation.report import ARMS, SOURCE_ALONE, AnswerResult
 from kvx.models.generate import generate
@@ -48,14 +50,17 @@ def measure_answers(
         KvxError: questions that cannot be paired.
     """
     texts = [template.boundary(question.question) for question in questions]
-    lengths = [len(setup.target_tokenizer.encode(question.context, bos=False)) for question in questions]
-    batches = plan(lengths, [question.context for question in questions], batch_size)
-    answer_target = _answerer(setup.target, setup.target_tokenizer, texts, max_new_tokens)
-    answer_source = _answerer(setup.source, setup.source_tokenizer, texts, max_new_tokens)
+    batches = plan(
+        setup.source_tokenizer, setup.target_tokenizer, [question.context for question in questions], batch_size
+    )
+    ours, theirs = (boundary_tokens(t, texts) for t in (setup.target_tokenizer, setup.source_tokenizer))
+    answer_target = _answerer(setup.target, setup.target_tokenizer, ours, max_new_tokens)
+    answer_source = _answerer(setup.source, setup.source_tokenizer, theirs, max_new_tokens)
+    room = max(ours.shape[1], theirs.shape[1]) + max_new_tokens
     said: dict[str, list[str]] = {arm: [""] * len(questions) for arm in (*ARMS, SOURCE_ALONE)}
     done = 0
     for batch in batches:
-        caches = build(setup, [questions[i].context for i in batch.items], batch.partner)
+        caches = build(setup, [questions[i].context for i in batch.items], batch, room)
         together = stack_rows([caches.target[arm] for arm in ARMS])
         answers = answer_target(together, [*batch.items] * len(ARMS))
         alone = answer_source(caches.source, batch.items)
@@ -69,14 +74,13 @@ def measure_answers(
 
 
 def _answerer(
-    model: Model, tokenizer: Tokenizer, texts: Sequence[str], max_new_tokens: int
+    model: Model, tokenizer: Tokenizer, tokens: np.ndarray, max_new_tokens: int
 ) -> Callable[[KVCache, Sequence[int]], list[str]]:
     """A function from a cache and the questions of its rows to one-line answers."""
-    tokens = boundary_tokens(tokenizer, texts)
     stops = tuple(sorted({*newline_tokens(tokenizer), *tokenizer.eos_ids}))
 
     def answer(cache: KVCache, items: Sequence[int]) -> list[str]:
-        out = generate(model, tokens[list(items)], cache, max_new_tokens=max_new_tokens, stop_tokens=stops)
+        out = generate(model, jnp.asarray(tokens[list(items)]), cache, max_new_tokens=max_new_tokens, stop_tokens=stops)
         return [first_line(tokenizer.decode(row)) for row in np.asarray(out.tokens)]
 
     return answer
@@ -85,12 +89,12 @@ def _answerer(
 def score(questions: Sequence[Question], said: dict[str, list[str]]) -> AnswerResult:
     """F1 and exact match of what was said, arm by arm.
 
-    Example:
-        >>> from kvx.evaluation.answering import score
-        >>> from kvx.evaluation.items import Question
-        >>> result = score([Question("It was Ann.", "who was it", ("Ann",))], {"native": ["ann"], "none": ["bob"]})
-        >>> result.f1["native"].tolist(), result.exact["none"].tolist()
-        ([1.0], [0.0])
+        Example:
+            >>> from kvx.evaluation.answering import score
+            >>> from kvx.evaluation.items import Question
+            >>> result = score([Question("It was Ann.", "who was it", ("Ann",))], {"native": ["ann"], "none": ["bob"]})
+            >>> result.f1["native"].tolist(), result.exact["none"].tolist()
+            ([1.0], [0.0])
     """
     f1, exact = (
         {

@@ -20,8 +20,9 @@ from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.join import select_batch
 from kvx.cache.ops import pad_to
 from kvx.errors import KvxError
+from kvx.evaluation.batches import Batch
 from kvx.evaluation.controls import mean_cache, noise_cache
-from kvx.evaluation.items import derange
+from kvx.models.buckets import bucket_length
 from kvx.models.model import Model
 from kvx.models.prefill import prefill
 from kvx.models.tokenizer import Tokenizer
@@ -80,56 +81,6 @@ def tokenizer_of(model: Model, role: str) -> Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """Items that are run together.
-
-    Attributes:
-        items: indices of the items, one a row; rows beyond ``real`` repeat earlier ones to keep one compiled shape.
-        partner: for each row, the row whose cache it borrows in the mismatched arms.
-        real: how many rows count.
-    """
-
-    items: tuple[int, ...]
-    partner: tuple[int, ...]
-    real: int
-
-
-def plan(lengths: Sequence[int], contexts: Sequence[str], size: int) -> list[Batch]:
-    """Batches of about ``size`` items, shortest first, in which every item has its partner.
-
-    Args:
-        lengths: tokens of each context.
-        contexts: text of each context.
-        size: rows of a batch, at least 2.
-
-    Returns:
-        Batches that cover every item once; all have the same number of rows, except that one may hold three for two.
-
-    Raises:
-        KvxError: ``size`` below 2, or items without a partner.
-
-    Example:
-        >>> from kvx.evaluation.arms import plan
-        >>> plan([5, 6, 7, 8, 9, 9], list("abcdef"), 4)[1]
-        Batch(items=(4, 5, 4, 5), partner=(1, 0, 1, 0), real=2)
-    """
-    if size < 2:
-        raise KvxError(f"batch_size is {size}; every item is run beside its partner, so use at least 2.")
-    batches: list[Batch] = []
-    rows: list[int] = []
-    partner: list[int] = []
-    for group in [*derange(lengths, contexts), ()]:
-        if rows and (not group or len(rows) + len(group) > size):
-            real, count = len(rows), max(size, len(rows))
-            again = [row % real for row in range(count)]
-            batches.append(Batch(tuple(rows[r] for r in again), tuple(partner[r] for r in again), real))
-            rows, partner = [], []
-        partner += [len(rows) + (at + 1) % len(group) for at in range(len(group))]
-        rows += group
-    return batches
-
-
-@dataclasses.dataclass(frozen=True)
 class ArmCaches:
     """What every arm sees before the boundary, for one batch.
 
@@ -144,43 +95,49 @@ class ArmCaches:
     alignment: Alignment
 
 
-def build(setup: Setup, contexts: Sequence[str], partner: Sequence[int]) -> ArmCaches:
+def build(setup: Setup, contexts: Sequence[str], batch: Batch, room: int) -> ArmCaches:
     """Read the contexts once with each model and make the caches of all arms.
 
     Args:
         setup: models, maps, prefix.
-        contexts: B texts.
-        partner: for each row, the row whose cache the mismatched arms borrow.
+        contexts: texts of the batch's rows.
+        batch: who borrows from whom, and the padded length.
+        room: free slots after the context, for the boundary (and an answer).
 
     Returns:
-        Caches of B rows.
+        Caches with the batch's rows, all of one shape.
     """
-    from kvx.pipeline import translate
-
-    batch = len(contexts)
-    source = prefill(setup.source, setup.source_tokenizer.encode_batch(contexts), keep="all")
-    alignment = align(setup.source, setup.target, contexts, rule=setup.rule)
-    prefix = repeat(setup.prefix, batch)
-    native = prefill(setup.target, setup.target_tokenizer.encode_batch(contexts, bos=False), prefix, keep="all")
-    translated = translate(setup.mapper, source, alignment, prefix=setup.prefix)
+    rows, length, first = len(contexts), batch.length, setup.prefix_length
+    source = prefill(setup.source, setup.source_tokenizer.encode_batch(contexts, length=length), capacity=length)
+    alignment = align(setup.source, setup.target, contexts, rule=setup.rule, length=length)
+    prefix = repeat(setup.prefix, rows)
+    held = prefix.groups[0].slots if prefix else 0
+    tokens = setup.target_tokenizer.encode_batch(contexts, bos=False, length=length)
+    native = prefill(setup.target, tokens, prefix, capacity=held + length)
     dtype = native.groups[0].k.dtype
-    none = prefix or empty(setup.target.config.geometry, batch, 1, dtype)
+    translated = _moved(setup, setup.mapper, source, alignment)
+    if setup.constant is None or setup.random is None:
+        controls = {"constant": mean_cache(translated, first), "random": noise_cache(translated, setup.key, first)}
+    else:
+        maps = {"constant": setup.constant, "random": setup.random}
+        controls = {arm: _moved(setup, mapper, source, alignment) for arm, mapper in maps.items()}
     caches = {
         "native": native,
-        "native_mismatched": select_batch(native, partner),
-        "none": none,
+        "native_mismatched": select_batch(native, batch.partner),
+        "none": prefix or empty(setup.target.config.geometry, rows, 1, dtype),
         "translated": translated,
-        "mismatched": select_batch(translated, partner),
-        "constant": translate(setup.constant, source, alignment, prefix=setup.prefix)
-        if setup.constant
-        else mean_cache(translated, setup.prefix_length),
-        "random": translate(setup.random, source, alignment, prefix=setup.prefix)
-        if setup.random
-        else noise_cache(translated, setup.key, setup.prefix_length),
+        "mismatched": select_batch(translated, batch.partner),
+        **controls,
     }
-    slots = max(group.slots for cache in caches.values() for group in cache.groups)
+    slots = held + length + room
     same = {arm: pad_to(with_dtype(cache, dtype), slots) for arm, cache in caches.items()}
-    return ArmCaches(same, source, alignment)
+    return ArmCaches(same, pad_to(source, length + room), alignment)
+
+
+def _moved(setup: Setup, mapper: CacheMap, source: KVCache, alignment: Alignment) -> KVCache:
+    from kvx.pipeline import translate
+
+    return translate(mapper, source, alignment, prefix=setup.prefix)
 
 
 def repeat(cache: KVCache | None, batch: int) -> KVCache | None:
@@ -216,8 +173,6 @@ def stack_rows(caches: Sequence[KVCache]) -> KVCache:
 
 def boundary_tokens(tokenizer: Tokenizer, texts: Sequence[str], length: int | None = None) -> np.ndarray:
     """Boundaries as int32 ``[B,T]``, without BOS, padded with -1 to a bucket that is at least ``length``."""
-    from kvx.models.buckets import bucket_length
-
     rows = [tokenizer.encode(text, bos=False).ids for text in texts]
     tokens = np.full((len(rows), bucket_length(max(length or 1, *map(len, rows)))), -1, np.int32)
     for row, out in zip(rows, tokens, strict=True):

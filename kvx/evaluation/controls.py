@@ -60,10 +60,8 @@ def _replace(cache: KVCache, first: int, make) -> KVCache:  # type: ignore[no-un
     groups = []
     for at, group in enumerate(cache.groups):
         context = group.pos >= first
-        made = {
-            name: _changed(getattr(group, name), context, make, 2 * at + part) for part, name in enumerate(("k", "v"))
-        }
-        groups.append(dataclasses.replace(group, **made))
+        k, v = (_changed(x, context, make, 2 * at + part) for part, x in enumerate((group.k, group.v)))
+        groups.append(dataclasses.replace(group, k=k, v=v))
     return dataclasses.replace(cache, groups=tuple(groups))
 
 

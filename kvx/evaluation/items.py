@@ -1,4 +1,4 @@
-"""What is measured on: passages with a continuation, questions with their context, and who is paired with whom."""
+"""What is measured on: passages with a continuation, and questions with their context."""
 
 from __future__ import annotations
 
@@ -317,52 +317,3 @@ def _question(line: str, where: str) -> Question:
     if not answers or not all(isinstance(text, str) and text.strip() for text in texts):
         raise KvxError(f"{where}: question, context and at least one answer must be texts that are not empty.")
     return Question(context, question, tuple(answers), str(row.get("id", "")))
-
-
-def derange(lengths: Sequence[int], contexts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Group items of about the same length so that each can borrow another's cache, never one of its own context.
-
-    Items are sorted by length and paired with the nearest one that has a different context. In a group ``(a, b)`` each
-    borrows from the other; in ``(a, b, c)`` a borrows from b, b from c, c from a. Every cache is borrowed exactly once,
-    so native and borrowed arms see the same set of caches.
-
-    Args:
-        lengths: tokens of each context.
-        contexts: text of each context.
-
-    Returns:
-        Groups of two or three item indices that cover all items, shortest first.
-
-    Raises:
-        KvxError: some item has no partner with another context.
-
-    Example:
-        >>> from kvx.evaluation.items import derange
-        >>> derange([9, 5, 8, 4, 7], list("abcde"))
-        [(3, 1), (4, 2, 0)]
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    groups: list[tuple[int, ...]] = []
-    left: list[int] = []
-    while order:
-        first = order.pop(0)
-        partner = next((i for i in order if contexts[i] != contexts[first]), None)
-        if partner is None:
-            left.append(first)
-            continue
-        order.remove(partner)
-        groups.append((first, partner))
-    for item in left:
-        hosts = [
-            (abs(lengths[item] - lengths[group[0]]), -at)
-            for at, group in enumerate(groups)
-            if len(group) == 2 and all(contexts[i] != contexts[item] for i in group)
-        ]
-        if not hosts:
-            raise KvxError(
-                f"{len(lengths)} items hold too few different contexts: item {item} has none to be compared with; "
-                "mismatched arms need items of at least two contexts in about equal numbers."
-            )
-        at = -min(hosts)[1]
-        groups[at] = (*groups[at], item)
-    return groups

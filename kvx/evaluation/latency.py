@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kvx.alignment import align
 from kvx.evaluation.arms import Setup, boundary_tokens
@@ -136,7 +137,7 @@ def _row(setup: Setup, context: str, boundary: str, repeats: int) -> LatencyRow:
 
     source_tokens = setup.source_tokenizer.encode_batch([context])
     target_tokens = setup.target_tokenizer.encode_batch([context], bos=False)
-    last = boundary_tokens(setup.target_tokenizer, [boundary])
+    last = jnp.asarray(boundary_tokens(setup.target_tokenizer, [boundary]))
     alignment = align(setup.source, setup.target, context, rule=setup.rule)
     cache = prefill(setup.source, source_tokens, keep="all")
     moved = translate(setup.mapper, cache, alignment, prefix=setup.prefix)

@@ -8,13 +8,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
-from kvx.evaluation.arms import ArmCaches, Batch, Setup, boundary_tokens, build, plan
+from kvx.evaluation.arms import ArmCaches, Setup, boundary_tokens, build
+from kvx.evaluation.batches import Batch, plan
 from kvx.evaluation.cosine import AttentionCosine, attention_cosine
 from kvx.evaluation.items import Item, digest
 from kvx.evaluation.metrics import nats_per_byte
 from kvx.evaluation.report import ARMS, SOURCE_ALONE, LossResult
+from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
+from kvx.models.model import Model
 from kvx.models.prefill import token_logprobs
 from kvx.models.tokenizer import Encoding
 
@@ -53,20 +57,19 @@ def measure_losses(
     ours = [setup.target_tokenizer.encode(item.continuation, bos=False) for item in items]
     theirs = [setup.source_tokenizer.encode(item.continuation, bos=False) for item in items]
     _check(items, ours)
-    lengths = [len(setup.target_tokenizer.encode(item.context, bos=False)) for item in items]
-    batches = plan(lengths, [item.context for item in items], batch_size)
-    widths = [max(len(e) for e in side) for side in (ours, theirs)]
+    batches = plan(setup.source_tokenizer, setup.target_tokenizer, [item.context for item in items], batch_size)
+    widths = [bucket_length(max(len(e) for e in side)) for side in (ours, theirs)]
     nats = {arm: np.zeros(len(items)) for arm in ARMS}
     spans: dict[str, list[float]] = {"native": [], SOURCE_ALONE: [], "bytes": []}
     pooled: AttentionCosine | None = None
     done = 0
     for batch in batches:
-        caches = build(setup, [items[i].context for i in batch.items], batch.partner)
+        caches = build(setup, [items[i].context for i in batch.items], batch, room=max(widths))
         texts = [items[i].continuation for i in batch.items]
         tokens = boundary_tokens(setup.target_tokenizer, texts, widths[0])
-        scores = {arm: np.asarray(token_logprobs(setup.target, tokens, caches.target[arm]), np.float64) for arm in ARMS}
+        scores = {arm: _logprobs(setup.target, tokens, caches.target[arm]) for arm in ARMS}
         own = boundary_tokens(setup.source_tokenizer, texts, widths[1])
-        alone = np.asarray(token_logprobs(setup.source, own, caches.source), np.float64)
+        alone = _logprobs(setup.source, own, caches.source)
         for row, i in enumerate(batch.items[: batch.real]):
             for arm in ARMS:
                 nats[arm][i] = -scores[arm][row].sum() / (len(ours[i]) - 1)
@@ -91,6 +94,11 @@ def _check(items: Sequence[Item], encodings: Sequence[Encoding]) -> None:
             )
 
 
+def _logprobs(model: Model, tokens: np.ndarray, cache: KVCache) -> np.ndarray:
+    """float64 ``[B,T]`` on the host."""
+    return np.asarray(token_logprobs(model, jnp.asarray(tokens), cache), np.float64)
+
+
 def _add_span(
     spans: dict[str, list[float]], text: str, ours: tuple[Encoding, np.ndarray], theirs: tuple[Encoding, np.ndarray]
 ) -> None:
@@ -110,6 +118,8 @@ def _cosines(setup: Setup, tokens: np.ndarray, caches: ArmCaches, batch: Batch) 
     counted[batch.real :] = -1
     native = caches.target["native"]
     queries = forward(setup.target, jnp.asarray(tokens), native, collect_queries=True).queries
+    if queries is None:
+        raise KvxError("the target gave no queries; forward(collect_queries=True) must collect them.")
     steps = np.cumsum(counted >= 0, axis=1) - 1
     positions = np.where(counted >= 0, np.asarray(native.next_position())[:, None] + steps, -1).astype(np.int32)
     others = {arm: caches.target[arm] for arm in COSINE_ARMS}

@@ -269,7 +269,7 @@ def answers_carried(
     return (bootstrap or Bootstrap()).ratio(own - mis, native - native_mis)
 
 
-def nats_per_byte(nats: Sequence[float] | np.ndarray, text_bytes: Sequence[int] | np.ndarray) -> float:
+def nats_per_byte(nats: Sequence[float] | np.ndarray, text_bytes: Sequence[float] | np.ndarray) -> float:
     """Loss per UTF-8 byte of text, total over total: the unit in which models with different tokenizers compare.
 
     Args:
@@ -293,6 +293,6 @@ def nats_per_byte(nats: Sequence[float] | np.ndarray, text_bytes: Sequence[int] 
     return float(np.sum(np.asarray(nats, dtype=np.float64))) / total
 
 
-def bits_per_byte(nats: Sequence[float] | np.ndarray, text_bytes: Sequence[int] | np.ndarray) -> float:
+def bits_per_byte(nats: Sequence[float] | np.ndarray, text_bytes: Sequence[float] | np.ndarray) -> float:
     """:func:`nats_per_byte` in bits: divided by ln 2."""
     return nats_per_byte(nats, text_bytes) / math.log(2.0)

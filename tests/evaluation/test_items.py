@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvx.errors import KvxError
+from kvx.evaluation.batches import derange, pack, shared_lengths
 from kvx.evaluation.items import (
     Item,
-    derange,
     digest,
     load_passages,
     load_questions,
@@ -22,6 +22,7 @@ from kvx.evaluation.items import (
     split_text,
     token_ends,
 )
+from kvx.models.buckets import bucket_length
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly measure extraordinary voltages"
 
@@ -141,3 +142,26 @@ def test_items_of_one_context_are_refused():
 
 def test_an_item_is_its_text():
     assert Item("a b", " c").text == "a b c"
+
+
+def test_batches_hold_whole_groups_and_name_partners_by_row():
+    groups = [(5, 1), (0, 2, 4), (3, 6), (7, 8)]
+    packed = pack(groups, 4)
+    assert [sorted(items) for items, _ in packed] == [[1, 5], [0, 2, 4], [3, 6, 7, 8]]
+    for items, partner in packed:
+        assert all(items[a] != items[row] for row, a in enumerate(partner))
+    assert pack([(0, 1, 2)], 2) == [([0, 1, 2], [1, 2, 0])], "a group of three may stand alone"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=20), st.integers(2, 16), st.integers(0, 10_000))
+def test_shared_lengths_fit_and_cost_no_more_than_one_or_all(needs: list[int], rows: int, price: int):
+    needs = sorted(needs)
+    lengths = shared_lengths(needs, rows, price)
+    assert all(length >= need for length, need in zip(lengths, needs, strict=True)) and lengths == sorted(lengths)
+
+    def cost(chosen: list[int]) -> int:
+        return rows * sum(chosen) + price * len(set(chosen))
+
+    buckets = [bucket_length(need) for need in needs]
+    assert cost(lengths) <= min(cost(buckets), cost([max(buckets)] * len(needs)))
