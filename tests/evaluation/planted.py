@@ -39,21 +39,27 @@ def config() -> ModelConfig:
     )
 
 
-def letter_counter(seed: int | None = None, *, adds_bos: bool = True) -> Model:
-    """The planted model; with a ``seed`` its cache lives in a rotated basis, so that another model cannot read it."""
+def letter_counter(seed: int | None = None, *, adds_bos: bool = True, marker: float = 0.0) -> Model:
+    """The planted model; with a ``seed`` its cache lives in a rotated basis, so that another model cannot read it.
+
+    With a ``marker`` a line break that was read votes that strongly for a "z": the valid way to begin an answer.
+    """
     c = config()
     vocab, dim = c.vocab_size, c.dim
     basis = np.eye(32, dtype=np.float32)
     if seed is not None:
         basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((32, 32)))[0].astype(np.float32)
     half = np.eye(vocab, 32, dtype=np.float32) @ basis
-    here = np.concatenate([half, np.zeros_like(half)])
+    values = half.copy()
+    if marker:
+        values[PIECES.index("\n")] = marker * half[PIECES.index("z")]
+    here, spoken = (np.concatenate([x, np.zeros_like(x)]) for x in (half, values))
     layer = {
         "attn_norm": {"scale": np.ones(dim, np.float32)},
         "mlp_norm": {"scale": np.ones(dim, np.float32)},
         "wq": np.zeros((dim, 1, 32), np.float32),
         "wk": here[:, None],
-        "wv": here[:, None],
+        "wv": spoken[:, None],
         "wo": np.concatenate([np.zeros_like(half), half]).T[None] / dim**0.5,
         **{name: np.zeros((dim, 4), np.float32) for name in ("gate", "up")},
         "down": np.zeros((4, dim), np.float32),

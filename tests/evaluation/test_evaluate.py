@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 import kvx
 from kvx.errors import KvxError
+from kvx.evaluation.answers import load_template
 from kvx.evaluation.evaluate import evaluate
 from kvx.evaluation.items import Item, Question
 from kvx.evaluation.metrics import Bootstrap, benefit_retained, content_carried
@@ -80,8 +82,6 @@ def test_the_constant_map_judged_by_itself_has_content_zero(models, mapper):
 
 
 def test_a_map_of_random_coefficients_is_rejected(models, mapper):
-    import jax
-
     result = evaluate(*models, random(mapper, jax.random.key(5)), [*planted.items(), *planted.questions()], **QUIET)
     assert result.content.high < 0.5 and result.verdict.decision == "reprefill"
 
@@ -182,3 +182,23 @@ def test_items_that_cannot_be_measured_are_refused(models, mapper, items: list, 
 def test_a_map_of_another_pair_is_refused(models, mapper):
     with pytest.raises(KvxError, match="fitted for"):
         evaluate(planted.letter_counter(7), models[1], mapper, planted.items(), **QUIET)
+
+
+def test_case_27_a_fresh_turn_boundary_restores_the_format_that_a_mapped_context_loses(models):
+    """A delimiter that comes out of a bad map no longer says "answer now"; the same one, natively prefilled, does."""
+    source, target = models[0], planted.letter_counter(2, adds_bos=False, marker=80.0)
+    texts = [item.text + "\n" for item in planted.items(60, seed=9)]
+    pairs = kvx.pairs(source, target, texts, max_length=64, join=False)
+    mapper = random(kvx.fit(full_head(layers=1, ridge=1e-6), pairs, progress=False)[0], jax.random.key(1))
+
+    def valid(end_of_context: str, boundary: str) -> float:
+        contexts = [item.context + end_of_context for item in planted.items(40, seed=3)]
+        cache = kvx.prefill(source, source.tokenizer.encode_batch(contexts))
+        moved = kvx.translate(mapper, cache, kvx.align(source, target, contexts))
+        tokens = target.tokenizer.encode_batch([boundary] * 40, bos=False)
+        said = np.asarray(kvx.generate(target, tokens, moved, max_new_tokens=1).tokens)[:, 0]
+        return float((said == planted.PIECES.index("z")).mean())
+
+    assert valid("\n", "?") <= 0.2, "the old delimiter, mapped"
+    assert valid("", "\n?") >= 0.78, "a fresh one, natively prefilled"
+    assert load_template().boundary("who").startswith("\n"), "evaluations open a fresh turn"
