@@ -1,0 +1,1 @@
+"""Evaluation: all arms on the same items, figures with intervals, attention outputs, latency, verdict."""

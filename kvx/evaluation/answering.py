@@ -11,7 +11,6 @@ import numpy as np
 from kvx.cache.cache import KVCache
 from kvx.evaluation.answers import Template, exact_match, f1_score, first_line, newline_tokens
 from kvx.evaluation.arms import Setup, boundary_tokens, build, stack_rows
-from kvx.evaluation.batches import plan
 from kvx.evaluation.items import Question, digest
 from kvx.evaluation.report import ARMS, SOURCE_ALONE, AnswerResult
 from kvx.models.generate import generate
@@ -50,9 +49,7 @@ def measure_answers(
         KvxError: questions that cannot be paired.
     """
     texts = [template.boundary(question.question) for question in questions]
-    batches = plan(
-        setup.source_tokenizer, setup.target_tokenizer, [question.context for question in questions], batch_size
-    )
+    batches = setup.plan([question.context for question in questions], batch_size)
     ours, theirs = (boundary_tokens(t, texts) for t in (setup.target_tokenizer, setup.source_tokenizer))
     answer_target = _answerer(setup.target, setup.target_tokenizer, ours, max_new_tokens)
     answer_source = _answerer(setup.source, setup.source_tokenizer, theirs, max_new_tokens)
@@ -89,12 +86,12 @@ def _answerer(
 def score(questions: Sequence[Question], said: dict[str, list[str]]) -> AnswerResult:
     """F1 and exact match of what was said, arm by arm.
 
-        Example:
-            >>> from kvx.evaluation.answering import score
-            >>> from kvx.evaluation.items import Question
-            >>> result = score([Question("It was Ann.", "who was it", ("Ann",))], {"native": ["ann"], "none": ["bob"]})
-            >>> result.f1["native"].tolist(), result.exact["none"].tolist()
-            ([1.0], [0.0])
+    Example:
+        >>> from kvx.evaluation.answering import score
+        >>> from kvx.evaluation.items import Question
+        >>> result = score([Question("It was Ann.", "who was it", ("Ann",))], {"native": ["ann"], "none": ["bob"]})
+        >>> result.f1["native"].tolist(), result.exact["none"].tolist()
+        ([1.0], [0.0])
     """
     f1, exact = (
         {

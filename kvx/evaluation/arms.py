@@ -20,8 +20,9 @@ from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.join import select_batch
 from kvx.cache.ops import pad_to
 from kvx.errors import KvxError
-from kvx.evaluation.batches import Batch
+from kvx.evaluation.batches import Batch, plan
 from kvx.evaluation.controls import mean_cache, noise_cache
+from kvx.evaluation.report import ARMS
 from kvx.models.buckets import bucket_length
 from kvx.models.model import Model
 from kvx.models.prefill import prefill
@@ -57,6 +58,11 @@ class Setup:
     def prefix_length(self) -> int:
         """Tokens of the prefix: where the context starts."""
         return 0 if self.prefix is None else int(self.prefix.next_position()[0])
+
+    def plan(self, contexts: Sequence[str], size: int) -> list[Batch]:
+        """Batches of contexts; see :func:`kvx.evaluation.batches.plan`."""
+        token_bytes = len(ARMS) * self.target.config.geometry.cache_bytes(1, self.target.dtype.itemsize)
+        return plan(self.source_tokenizer, self.target_tokenizer, contexts, size, token_bytes)
 
     @property
     def source_tokenizer(self) -> Tokenizer:

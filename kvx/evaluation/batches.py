@@ -9,6 +9,7 @@ from kvx.errors import KvxError
 from kvx.models.buckets import bucket_length
 from kvx.models.tokenizer import Tokenizer
 
+CACHE_BYTES = 1 << 30  # of all arms of one batch
 COMPILE_TOKENS = 4000  # what small models read on a CPU while one more shape compiles
 
 
@@ -29,13 +30,14 @@ class Batch:
     length: int
 
 
-def plan(source: Tokenizer, target: Tokenizer, contexts: Sequence[str], size: int) -> list[Batch]:
-    """Batches of about ``size`` items, shortest first, in which every item has its partner.
+def plan(source: Tokenizer, target: Tokenizer, contexts: Sequence[str], size: int, token_bytes: int = 0) -> list[Batch]:
+    """Batches of at most about ``size`` items, shortest first, in which every item has its partner.
 
     Args:
         source: tokenizer of the source; target: of the target.
         contexts: text of each item's context.
-        size: rows of a batch, at least 2.
+        size: rows of a batch, at least 2; fewer are taken where their caches would pass ``CACHE_BYTES``.
+        token_bytes: bytes of one token in the caches of all arms together.
 
     Returns:
         Batches that cover every item once.
@@ -49,6 +51,8 @@ def plan(source: Tokenizer, target: Tokenizer, contexts: Sequence[str], size: in
     theirs = [len(source.encode(text)) for text in contexts]
     if 0 in ours:
         raise KvxError(f"the context of item {ours.index(0)} is empty; give a text to hand over.")
+    longest = max(*ours, *theirs)
+    size = min(size, max(2, CACHE_BYTES // max(token_bytes * longest, 1) // 2 * 2))
     rows = pack(derange(ours, contexts), size)
     needs = [max(max(ours[i], theirs[i]) for i in items) for items, _ in rows]
     lengths = shared_lengths(needs, size)

@@ -11,7 +11,7 @@ import numpy as np
 from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
 from kvx.evaluation.arms import ArmCaches, Setup, boundary_tokens, build
-from kvx.evaluation.batches import Batch, plan
+from kvx.evaluation.batches import Batch
 from kvx.evaluation.cosine import AttentionCosine, attention_cosine
 from kvx.evaluation.items import Item, digest
 from kvx.evaluation.metrics import nats_per_byte
@@ -57,7 +57,7 @@ def measure_losses(
     ours = [setup.target_tokenizer.encode(item.continuation, bos=False) for item in items]
     theirs = [setup.source_tokenizer.encode(item.continuation, bos=False) for item in items]
     _check(items, ours)
-    batches = plan(setup.source_tokenizer, setup.target_tokenizer, [item.context for item in items], batch_size)
+    batches = setup.plan([item.context for item in items], batch_size)
     widths = [bucket_length(max(len(e) for e in side)) for side in (ours, theirs)]
     nats = {arm: np.zeros(len(items)) for arm in ARMS}
     spans: dict[str, list[float]] = {"native": [], SOURCE_ALONE: [], "bytes": []}

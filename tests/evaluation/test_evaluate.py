@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -16,6 +17,8 @@ from kvx.evaluation.items import Item, Question
 from kvx.evaluation.metrics import Bootstrap, benefit_retained, content_carried
 from kvx.evaluation.report import ARMS, SOURCE_ALONE, Evaluation, compare
 from kvx.mappers import constant, full_head, random
+from kvx.models.random_model import random_model
+from tests.cases import MODELS
 from tests.evaluation import planted
 
 QUIET = {"progress": False, "latency": False, "batch_size": 8, "max_new_tokens": 4, "bootstrap": Bootstrap(1000)}
@@ -202,3 +205,13 @@ def test_case_27_a_fresh_turn_boundary_restores_the_format_that_a_mapped_context
     assert valid("\n", "?") <= 0.2, "the old delimiter, mapped"
     assert valid("", "\n?") >= 0.78, "a fresh one, natively prefilled"
     assert load_template().boundary("who").startswith("\n"), "evaluations open a fresh turn"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+def test_windows_shorter_than_the_context_and_learned_positions(family: str):
+    """A model handed to itself: nothing changes, past the sliding window and with a fixed table of positions."""
+    model = dataclasses.replace(random_model(MODELS[family], stacked=True), tokenizer=planted.tokenizer())
+    items = [Item(item.context[:40], item.continuation) for item in planted.items(4)]
+    result = evaluate(model, model, kvx.identity(), items, **{**QUIET, "batch_size": 4})
+    np.testing.assert_allclose(result.loss.nats["translated"], result.loss.nats["native"], atol=1e-4)
+    np.testing.assert_allclose(result.cosine.per_head(), 1.0, atol=1e-4)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvx.errors import KvxError
-from kvx.evaluation.batches import derange, pack, shared_lengths
+from kvx.evaluation.batches import CACHE_BYTES, derange, pack, plan, shared_lengths
 from kvx.evaluation.items import (
     Item,
     digest,
@@ -23,6 +23,7 @@ from kvx.evaluation.items import (
     token_ends,
 )
 from kvx.models.buckets import bucket_length
+from tests.evaluation import planted
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards quietly measure extraordinary voltages"
 
@@ -165,3 +166,17 @@ def test_shared_lengths_fit_and_cost_no_more_than_one_or_all(needs: list[int], r
 
     buckets = [bucket_length(need) for need in needs]
     assert cost(lengths) <= min(cost(buckets), cost([max(buckets)] * len(needs)))
+
+
+def test_long_contexts_take_fewer_rows_and_shapes_stay_few():
+    letters = planted.tokenizer()
+    contexts = ["abc" * n + "d" * (n % 3) for n in range(10, 34)]
+    batches = plan(letters, letters, contexts, 8)
+    assert sorted(i for b in batches for i in b.items[: b.real]) == list(range(24))
+    assert {len(b.items) for b in batches} == {8} and len({b.length for b in batches}) == 1
+    assert all(b.length >= 1 + len(contexts[i]) for b in batches for i in b.items), "BOS counted"
+    assert {len(b.items) for b in plan(letters, letters, contexts, 8, CACHE_BYTES // 300)} == {2}
+    with pytest.raises(KvxError, match="at least 2"):
+        plan(letters, letters, contexts, 1)
+    with pytest.raises(KvxError, match="item 1 is empty"):
+        plan(letters, letters, ["abc", ""], 2)
