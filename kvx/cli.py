@@ -111,7 +111,7 @@ def _typed(kind: type[Common], key: str, value: Any, path: Path) -> Any:
     else:
         words = [str(v) for v in value] if isinstance(value, list) else [str(value)]
     try:
-        return tyro.cli(tyro.conf.Positional[hint], args=words, console_outputs=False)  # type: ignore[valid-type]
+        return tyro.cli(tyro.conf.Positional[hint], args=words, console_outputs=False)  # type: ignore[valid-type, misc]
     except SystemExit as error:
         raise UsageError(f"{path} sets {key} to {value!r}, which is not a {hint}.") from error
 

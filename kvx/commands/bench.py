@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any, Literal
 
 import tyro
 
 from kvx.commands.common import Common, Outcome, Output
-from kvx.errors import KvxError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +30,6 @@ def run(settings: Bench, out: Output) -> Outcome:
     Raises:
         KvxError: torch or transformers is not installed, or a model cannot be loaded.
     """
-    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
-        raise KvxError(
-            f"kvx bench compares with {' and '.join(missing)}, which is not installed: pip install 'kvx[test]'."
-        )
     from kvx.evaluation.bench_models import bench_models
 
     out.say(f"timing {', '.join(settings.models)} at {settings.tokens} tokens, {settings.threads} threads each")

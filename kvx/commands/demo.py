@@ -111,7 +111,7 @@ def passages_of(settings: Demo, target: Model) -> PassageSplit:
     """Passages to fit on and passages that are never fitted."""
     from kvx.evaluation.items import load_passages, split_text
 
-    cut = {
+    cut: dict[str, Any] = {
         "context_tokens": settings.context_tokens,
         "continuation_tokens": settings.continuation_tokens,
         "held_out": settings.test_share,
@@ -195,8 +195,9 @@ def _own_answer(model: Model, context: str, boundary: str, settings: Demo) -> st
     """Greedy one-line answer of a model that reads everything itself."""
     import kvx
     from kvx.evaluation.answers import first_line, newline_tokens
+    from kvx.evaluation.arms import tokenizer_of
 
-    tokenizer = model.tokenizer
+    tokenizer = tokenizer_of(model, "target")
     stops = (*newline_tokens(tokenizer), *tokenizer.eos_ids)
     tokens = tokenizer.encode(context + boundary).tokens
     out = kvx.generate(model, tokens, max_new_tokens=settings.max_new_tokens, stop_tokens=stops)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvx.commands.common import OK, REPREFILL, Common, Outcome, Output, prepare_jax, require
 from kvx.commands.eval import models_of, recorded_verdict
@@ -85,7 +85,7 @@ def ask(
     import kvx
 
     template, stop = boundary_of(settings.template, question)
-    sampling = (
+    sampling: dict[str, Any] = (
         {"temperature": settings.temperature, "rng": jax.random.key(settings.seed)} if settings.temperature else {}
     )
     answer = kvx.handoff(

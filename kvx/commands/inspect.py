@@ -133,7 +133,7 @@ def _folder(path: Path) -> dict[str, Any]:
     facts = {
         "kind": "folder",
         "path": str(path),
-        "tensors": len(files.files),
+        "tensors": len(files.slots),
         "bytes": sum(file.stat().st_size for file in files.paths),
         "tokenizer": (path / "tokenizer.json").is_file(),
     }
