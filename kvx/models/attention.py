@@ -60,8 +60,10 @@ def attend(
         [2.0, 2.0]
     """
     batch, heads, tokens, _ = q.shape
-    kv_heads = parts[0].k.shape[1]
-    parts = [_prepared(part, q.dtype, clean) for part in parts]
+    kv_heads, value_dim = parts[0].k.shape[1], parts[0].v.shape[-1]
+    parts = [_prepared(part, q.dtype, clean) for part in parts if part.k.shape[2]]
+    if not parts:
+        return jnp.zeros((batch, heads, tokens, value_dim), q.dtype)
     q = q.reshape(batch, kv_heads, heads // kv_heads, tokens, q.shape[-1])
     block = partial(_attend_block, scale=scale, window=window, softcap=softcap)
     out = block(q, parts, pos) if tokens <= BLOCK else _by_blocks(block, q, parts, pos, ordered)
@@ -120,23 +122,34 @@ def _attend_block(
 ) -> Array:
     """All scores at once: q ``[B,K,G,T,D]`` to ``[B,K,G,T,Dv]``.
 
-    Hidden scores are ``_LOW`` and the maximum is at least half of it, so that their exponentials are exactly zero in
-    every row, in one with nothing to read too; any other row sums to at least one.
+    Hidden slots get ``_LOW`` added to their score, an operation that compilers fuse with the product, the maximum and
+    the exponential. A row with nothing to read averages values that are finite, and is then replaced by zero.
     """
+    visible = [_visible(pos, part.pos, window) for part in parts]
     scores = [
-        jnp.where(_visible(pos, part.pos, window), _scores(q, part, scale, softcap), jnp.float32(_LOW))
-        for part in parts
+        _scores(q, part, scale, softcap) + _rows(jnp.where(seen, jnp.float32(0), jnp.float32(_LOW)), q)
+        for part, seen in zip(parts, visible, strict=True)
     ]
-    tops = [score.max(axis=-1, keepdims=True, initial=_LOW / 2) for score in scores]
-    top = jax.lax.stop_gradient(reduce(jnp.maximum, tops))
+    top = jax.lax.stop_gradient(reduce(jnp.maximum, [score.max(axis=-1, keepdims=True) for score in scores]))
     weights = [jnp.exp(score - top) for score in scores]
     total = reduce(jnp.add, [weight.sum(axis=-1, keepdims=True) for weight in weights])
-    read = [_product(weight.astype(q.dtype), part.v, contract=2) for weight, part in zip(weights, parts, strict=True)]
-    return (reduce(jnp.add, read) / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+    read = [_product(weight.astype(q.dtype), part.v, contract=1) for weight, part in zip(weights, parts, strict=True)]
+    out = (reduce(jnp.add, read) / total).reshape(*q.shape[:-1], -1)
+    some = reduce(jnp.logical_or, [seen.any(axis=-1, keepdims=True) for seen in visible])
+    return jnp.where(some, out, 0.0).astype(q.dtype)
+
+
+def _rows(bias: Array, q: Array) -> Array:
+    """``[B,K|1,1,T,S]`` as the rows of :func:`_product`: ``[B K, G T, S]``, or ``[1, G T, S]`` when all share it."""
+    batch, kv_heads, groups, tokens, _ = q.shape
+    lead = (1, 1) if bias.shape[:2] == (1, 1) else (batch, kv_heads)
+    wide = jnp.broadcast_to(bias, (*lead, groups, tokens, bias.shape[-1]))
+    return wide.reshape(lead[0] * lead[1], groups * tokens, -1)
 
 
 def _scores(q: Array, part: LayerView, scale: float, softcap: float | None) -> Array:
-    score = _product(q, part.k, contract=3) * jnp.float32(scale)
+    batch, kv_heads, groups, tokens, width = q.shape
+    score = _product(q.reshape(batch * kv_heads, groups * tokens, width), part.k, contract=2) * jnp.float32(scale)
     return score if softcap is None else jnp.float32(softcap) * jnp.tanh(score / jnp.float32(softcap))
 
 
@@ -148,18 +161,16 @@ def _visible(pos: Array, slots: Array, window: int | Array | None) -> Array:
 
 
 def _product(rows: Array, slots: Array, contract: int) -> Array:
-    """Rows ``[B,K,G,T,X]`` times slots ``[B,K,S,D]`` over slots' axis ``contract``: ``[B,K,G,T,S]`` or ``[B,K,G,T,D]``.
+    """Rows ``[B K, G T, X]`` times slots ``[B,K,S,D]`` over their axis D (``contract=2``) or S (1).
 
-    Fused to one matrix product per kv head, which CPUs run faster than one per query head. Products of fp32 operands
-    are fp32 on every backend, and so are all sums.
+    One matrix product per kv head, which CPUs run faster than one per query head. Products of fp32 operands are fp32
+    on every backend, and so are all sums.
     """
-    batch, kv_heads, groups, tokens, inner = rows.shape
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    out = jax.lax.dot_general(
-        rows.reshape(batch * kv_heads, groups * tokens, inner),
-        slots.reshape(batch * kv_heads, *slots.shape[2:]),
-        (((2,), (contract - 1,)), ((0,), (0,))),
+    return jax.lax.dot_general(
+        rows,
+        slots.reshape(-1, *slots.shape[2:]),
+        (((2,), (contract,)), ((0,), (0,))),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return out.reshape(batch, kv_heads, groups, tokens, -1)

@@ -98,12 +98,16 @@ def run(model: Model, made: Request, *, collect_queries: bool = False) -> Forwar
 
 
 def resolve_positions(made: Request) -> Int[Array, "B T"]:
-    """The request's positions, or real tokens counted on after the cache; -1 at padding."""
+    """The request's positions, or real tokens counted on after the cache; -1 at padding.
+
+    They are kept as an array of their own: without the barrier, compilers count again inside every layer's kernels.
+    """
     real = made.tokens >= 0
     if made.positions is not None:
-        return jnp.where(real, made.positions, -1)
+        return jax.lax.optimization_barrier(jnp.where(real, made.positions, -1))
     start = jnp.zeros((made.tokens.shape[0],), jnp.int32) if made.cache is None else made.cache.next_position()
-    return jnp.where(real, start[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, -1)
+    counted = start[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+    return jax.lax.optimization_barrier(jnp.where(real, counted, -1))
 
 
 def read(
@@ -131,7 +135,9 @@ def layer_weights(model: Model) -> Sequence[Weights]:
 
 def rope_angles(rope: RopeSpec | None, pos: Int[Array, "B K T"]) -> Angles:
     """Cosines and sines of one layer's rotation at the given positions."""
-    return None if rope is None else cos_sin(pos, frequencies(rope), rope.attention_factor)
+    if rope is None:
+        return None
+    return jax.lax.optimization_barrier(cos_sin(pos, frequencies(rope), rope.attention_factor))
 
 
 def rotated_view(cache: KVCache, index: int, rope: RopeSpec | None, memo: dict[Any, Angles]) -> LayerView:

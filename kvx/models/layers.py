@@ -88,8 +88,21 @@ def enter(
 
 
 def turn(x: Float[Array, "B K T D"], angles: Angles, interleaved: bool = False) -> Float[Array, "B K T D"]:
-    """Apply RoPE with cosines and sines computed before; learned positions: nothing to do."""
-    return x if angles is None else rotate_by(x, *angles, interleaved=interleaved)
+    """Apply RoPE with cosines and sines computed before; learned positions: nothing to do.
+
+    Whole heads of half-split pairs swap their halves by reversing an axis of two, which CPUs run several times faster
+    than cutting and joining; everything else goes to :func:`kvx.cache.rope.rotate_by`. Both give the same numbers.
+    """
+    if angles is None:
+        return x
+    cos, sin = angles
+    half = cos.shape[-1]
+    if interleaved or 2 * half != x.shape[-1]:
+        return rotate_by(x, cos, sin, interleaved=interleaved)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
+    signed = jnp.stack([-sin, sin], axis=-2)
+    turned = pairs * cos[..., None, :] + jax.lax.rev(pairs, (pairs.ndim - 2,)) * signed
+    return turned.astype(x.dtype).reshape(x.shape)
 
 
 def leave(
