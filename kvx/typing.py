@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast, dataclass_transform
 
 import jax
@@ -69,7 +70,9 @@ def pytree(cls: C) -> C:
     roles: dict[str, list[str]] = {"data": [], "static": [], "host": []}
     for field in dataclasses.fields(cls):
         roles[field.metadata.get("role", "data")].append(field.name)
-    jax.tree_util.register_dataclass(
-        cls, data_fields=roles["data"], meta_fields=roles["static"], drop_fields=roles["host"]
-    )
+    register = partial(jax.tree_util.register_dataclass, cls, data_fields=roles["data"], meta_fields=roles["static"])
+    try:
+        register(drop_fields=roles["host"])
+    except ValueError:  # older JAX (0.9.0 for one) takes the letters of each name for fields
+        register(drop_fields=[(name,) for name in roles["host"]])
     return cls

@@ -136,7 +136,7 @@ def prepare_jax() -> None:
 
     from kvx.models.disk_cache import cache_dir
 
-    if not jax.config.jax_compilation_cache_dir:
+    if not getattr(jax.config, "jax_compilation_cache_dir", None):
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
