@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from kvx.cache.build import blank, check
 from kvx.cache.cache import KVCache
@@ -82,7 +83,7 @@ def test_vmap_agrees_with_a_loop(cache: KVCache, operation) -> None:
 def test_export_round_trip(cache: KVCache, operation) -> None:
     leaves, structure = jax.tree.flatten(cache)
     flat = lambda *xs: jax.tree.leaves(operation(jax.tree.unflatten(structure, xs)))  # noqa: E731
-    exported = jax.export.deserialize(jax.export.export(jax.jit(flat))(*leaves).serialize())
+    exported = export.deserialize(export.export(jax.jit(flat))(*leaves).serialize())
     for x, y in zip(exported.call(*leaves), jax.tree.leaves(operation(cache)), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 import kvx
 from kvx.alignment import Alignment
@@ -120,7 +121,7 @@ def test_vmap_agrees_with_a_loop(mapper: CacheMap) -> None:
 def test_export_round_trip(mapper: CacheMap) -> None:
     leaves, structure = jax.tree.flatten((mapper, batch().source, batch().alignment))
     flat = lambda *xs: jax.tree.leaves(kvx.translate(*jax.tree.unflatten(structure, xs)))  # noqa: E731
-    exported = jax.export.deserialize(jax.export.export(jax.jit(flat))(*leaves).serialize())
+    exported = export.deserialize(export.export(jax.jit(flat))(*leaves).serialize())
     for x, y in zip(exported.call(*leaves), jax.tree.leaves(translate(mapper)), strict=True):
         np.testing.assert_allclose(x, y, **CLOSE)
 

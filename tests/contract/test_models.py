@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from kvx.cache.cache import KVCache
 from kvx.cache.provenance import Provenance
@@ -125,7 +126,7 @@ def test_export_round_trip(model: Model) -> None:
         rebuilt = jax.tree.unflatten(structure, weights)
         return next_token_logits(rebuilt, MORE, prefill(rebuilt, tokens))
 
-    exported = jax.export.deserialize(jax.export.export(jax.jit(logits))(TOKENS, *leaves).serialize())
+    exported = export.deserialize(export.export(jax.jit(logits))(TOKENS, *leaves).serialize())
     expected = next_token_logits(model, MORE, prefill(model, TOKENS))
     np.testing.assert_allclose(exported.call(TOKENS, *leaves), expected, **CLOSE)
 
