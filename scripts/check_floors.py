@@ -1,8 +1,8 @@
 """Run the tests with the oldest releases that pyproject.toml allows: ``python scripts/check_floors.py [pytest args]``.
 
-Makes a virtual environment in ``.venv-floors``, installs kvx with every floor of ``dependencies`` as a pin, and runs pytest
-in it. Floors that the test tools themselves raise (transformers needs newer tokenizers, safetensors, huggingface-hub) are
-left to them.
+Makes a virtual environment in ``.venv-floors``, installs kvx with every floor of ``dependencies`` as a pin, and runs
+pytest in it. Floors that the test tools themselves raise (transformers needs newer tokenizers, safetensors and
+huggingface-hub) are left to them.
 """
 
 from __future__ import annotations
