@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvx.fitting.solve import Factor, factor
 
 Part = int | tuple[int, int, int]
 EPS32 = float(np.finfo(np.float32).eps)
+CACHE_BYTES = 1 << 27
 
 
 class Normals:
@@ -34,30 +36,31 @@ class Normals:
         [3.0, -1.0]
     """
 
-    def __init__(self, *parts: Moments) -> None:
-        if not parts:
+    def __init__(self, *moments: Moments | Normals) -> None:
+        """Of one or several sets of moments, or of others' (which then share what has been read already).
+
+        Raises:
+            KvxError: none, other plans or pivots, or no rows.
+        """
+        own: list[_Own] = []
+        for part in moments:
+            own += part._own if isinstance(part, Normals) else [_Own(part)]
+        if not own:
             raise KvxError("normal equations need at least one set of moments.")
-        if any(part.plan != parts[0].plan or not same_pivot(part, parts[0]) for part in parts):
+        if any(o.plan != own[0].plan or not same_pivot(o.moments, own[0].moments) for o in own):
             raise KvxError("moments of different plans or pivots cannot be read together; gather them from one pivot.")
-        self.plan = parts[0].plan
-        self.rows = sum(part.rows for part in parts)
-        self._sums = [(part.total, part.error) for part in parts]
-        self.weight = float(self._add(lambda s: s.weight))
-        self.weight2 = float(self._add(lambda s: s.weight2))
+        self.plan = own[0].plan
+        self._own = own
+        self.rows = sum(o.moments.rows for o in own)
+        self.weight = sum(o.weight for o in own)
         if not self.rows or not self.weight > 0:
             raise KvxError("the moments hold no rows of non-zero weight; nothing can be fitted on them.")
-        pivot = parts[0].pivot
-        self._x_pivot, self._y_pivot = (np.asarray(m, np.float64) for m in (pivot.x_mean, pivot.y_mean))
-        self._y_std = 1.0 / np.asarray(pivot.y_scale, np.float64)
-        self._white = pivot.white
-        self._back: dict[int, np.ndarray] = {}
-        self._z = self._add(lambda s: s.x) / self.weight
-        self._u = self._add(lambda s: s.y) / self.weight
+        self._shares = [o.weight / self.weight for o in own]
 
     @property
     def effective_rows(self) -> float:
         """Kish's effective sample size ``(sum w)^2 / sum w^2``."""
-        return self.weight**2 / self.weight2
+        return self.weight**2 / sum(o.weight2 for o in self._own)
 
     def width(self, parts: Sequence[Part]) -> int:
         """Features ``P`` of a set of parts."""
@@ -65,11 +68,7 @@ class Normals:
 
     def mean(self, parts: Sequence[Part]) -> np.ndarray:
         """Mean of the features, float64 ``[P]``."""
-        found = []
-        for layer, first, stop in self._ranges(parts):
-            columns, back = self._x(layer), self._unwhiten(layer)
-            found.append((self._x_pivot[columns] + self._z[columns] @ back)[first:stop])
-        return np.concatenate(found)
+        return np.concatenate([self._mean(layer)[first:stop] for layer, first, stop in self._ranges(parts)])
 
     def floor(self, parts: Sequence[Part]) -> np.ndarray:
         """Variance below which a feature counts as constant: what fp32 cannot tell from rounding, float64 ``[P]``."""
@@ -81,29 +80,22 @@ class Normals:
         Raises:
             KvxError: the moments were not gathered for this set.
         """
-        ranges, spans = self._ranges(parts), self._offsets(parts)
+        spans = self._spans(parts)
         gram = np.empty((spans[-1].stop, spans[-1].stop))
-        back = [self._unwhiten(layer)[:, first:stop] for layer, first, stop in ranges]
-        for a, (i, *_) in enumerate(ranges):
-            for b, (j, *_) in enumerate(ranges[: a + 1]):
-                block = back[a].T @ self._gram_block(i, j) @ back[b]
-                gram[spans[a], spans[b]] = block
-                gram[spans[b], spans[a]] = block.T
+        for a, b, block in self._pairs(parts):
+            gram[spans[a], spans[b]] = block
+            gram[spans[b], spans[a]] = block.T
         return gram
 
     def times_gram(self, parts: Sequence[Part], w: np.ndarray) -> np.ndarray:
         """``A w`` for the covariance ``A`` of :meth:`gram`, without making it; float64 ``[P,q]``."""
-        ranges, spans = self._ranges(parts), self._offsets(parts)
-        back = [self._unwhiten(layer)[:, first:stop] for layer, first, stop in ranges]
-        inner = [u @ w[span] for u, span in zip(back, spans, strict=True)]
-        outer = [np.zeros_like(part) for part in inner]
-        for a, (i, *_) in enumerate(ranges):
-            for b, (j, *_) in enumerate(ranges[: a + 1]):
-                block = self._gram_block(i, j)
-                outer[a] += block @ inner[b]
-                if b < a:
-                    outer[b] += block.T @ inner[a]
-        return np.concatenate([u.T @ part for u, part in zip(back, outer, strict=True)])
+        spans = self._spans(parts)
+        result = np.zeros_like(w)
+        for a, b, block in self._pairs(parts):
+            result[spans[a]] += block @ w[spans[b]]
+            if b < a:
+                result[spans[b]] += block.T @ w[spans[a]]
+        return result
 
     def cross(self, parts: Sequence[Part], target: int, block: int | None = None) -> np.ndarray:
         """Covariance of the features with outputs ``sum w (x-mu)(y-nu)' / sum w``, float64 ``[P,q]``.
@@ -115,34 +107,56 @@ class Normals:
         Raises:
             KvxError: the moments were not gathered for this pair.
         """
-        columns = self._outputs(target, block)
-        rows = [
-            self._unwhiten(layer)[:, first:stop].T @ self._cross_block(layer, target, columns)
-            for layer, first, stop in self._ranges(parts)
-        ]
-        return np.concatenate(rows) * self._y_std[columns][None, :]
+        columns, rows = self._outputs(target, block), []
+        means = [(o.y_mean[columns], share) for o, share in zip(self._own, self._shares, strict=True)]
+        nu = sum(share * mean for mean, share in means)
+        for layer, first, stop in self._ranges(parts):
+            mu, total = self._mean(layer), 0.0
+            for o, (mean, share) in zip(self._own, means, strict=True):
+                total = total + share * (o.cross(layer, target, columns) + np.outer(o.mean(layer) - mu, mean - nu))
+            rows.append(np.asarray(total)[first:stop])
+        return np.concatenate(rows)
 
     def output_mean(self, target: int, block: int | None = None) -> np.ndarray:
         """Mean of a target layer's outputs (0 keys, 1 values, ``None`` both), float64 ``[q]``."""
         columns = self._outputs(target, block)
-        return self._y_pivot[columns] + self._u[columns] * self._y_std[columns]
+        return np.asarray(sum(share * o.y_mean[columns] for o, share in zip(self._own, self._shares, strict=True)))
 
     def output_covariance(self, target: int, block: int) -> np.ndarray:
         """Covariance of a target layer's keys (0) or values (1), float64 ``[q,q]``."""
+        columns, nu, total = self._outputs(target, block), self.output_mean(target, block), 0.0
         index = sum(len(layer) for layer in self.plan.targets[:target]) + block
-        columns = self._outputs(target, block)
-        mean, std = self._u[columns], self._y_std[columns]
-        scaled = self._add(lambda s: s.yy[index]) / self.weight - np.outer(mean, mean)
-        return scaled * std[:, None] * std[None, :]
+        for o, share in zip(self._own, self._shares, strict=True):
+            shift = o.y_mean[columns] - nu
+            total = total + share * (o.output_covariance(index, columns) + np.outer(shift, shift))
+        return np.asarray(total)
 
     def factor(self, parts: Sequence[Part], ridge: float, *, where: str = "") -> Factor:
         """Factor the Gram of a set of parts; see :func:`kvx.fitting.solve.factor`."""
         return factor(self.gram(parts), ridge, floor=self.floor(parts), where=where)
 
+    def _pairs(self, parts: Sequence[Part]):  # type: ignore[no-untyped-def]
+        """Covariance of every pair of parts ``a >= b``, by their numbers."""
+        ranges = self._ranges(parts)
+        for a, (i, *rows) in enumerate(ranges):
+            for b, (j, *columns) in enumerate(ranges[: a + 1]):
+                yield a, b, self._covariance(i, j)[slice(*rows), slice(*columns)]
+
+    def _covariance(self, i: int, j: int) -> np.ndarray:
+        if len(self._own) == 1:
+            return self._own[0].covariance(i, j)
+        mu_i, mu_j, total = self._mean(i), self._mean(j), 0.0
+        for o, share in zip(self._own, self._shares, strict=True):
+            total = total + share * (o.covariance(i, j) + np.outer(o.mean(i) - mu_i, o.mean(j) - mu_j))
+        return np.asarray(total)
+
+    def _mean(self, layer: int) -> np.ndarray:
+        return np.asarray(sum(share * o.mean(layer) for o, share in zip(self._own, self._shares, strict=True)))
+
     def _ranges(self, parts: Sequence[Part]) -> list[tuple[int, int, int]]:
         return [(part, 0, sum(self.plan.sources[part])) if isinstance(part, int) else part for part in parts]
 
-    def _offsets(self, parts: Sequence[Part]) -> list[slice]:
+    def _spans(self, parts: Sequence[Part]) -> list[slice]:
         ends = np.cumsum([stop - first for _, first, stop in self._ranges(parts)]).tolist()
         return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
@@ -154,44 +168,50 @@ class Normals:
         start += sum(widths[:block])
         return slice(start, start + widths[block])
 
-    def _x(self, layer: int) -> slice:
-        return slice(self.plan.x_starts[layer], self.plan.x_starts[layer + 1])
 
-    def _add(self, read: Callable[[Sums], Array | np.ndarray]) -> np.ndarray:
-        parts = [
-            np.asarray(read(total), np.float64) + np.asarray(read(error), np.float64) for total, error in self._sums
-        ]
-        return parts[0] if len(parts) == 1 else np.sum(parts, axis=0)
+class _Own:
+    """One set of moments, read back layer by layer into the units of the features."""
 
-    def _unwhiten(self, layer: int) -> np.ndarray:
-        """``U`` with ``x - mean = z U`` for one source layer, block diagonal, float64 ``[w,w]``."""
-        if layer in self._back:
-            return self._back[layer]
-        widths = self.plan.sources[layer]
-        result, row = np.zeros((sum(widths), sum(widths))), 0
-        before = sum(len(blocks) for blocks in self.plan.sources[:layer])
-        for white in self._white[before : before + len(widths)]:
-            block = np.asarray(white, np.float64)
-            span = slice(row, row + len(block))
-            result[span, span] = solve_triangular(block, np.eye(len(block)))
-            row += len(block)
-        self._back[layer] = result
-        return result
+    def __init__(self, moments: Moments) -> None:
+        self.moments, self.plan = moments, moments.plan
+        pivot = moments.pivot
+        self.weight, self.weight2 = (float(self._sum(read)) for read in (lambda s: s.weight, lambda s: s.weight2))
+        scale = max(self.weight, np.finfo(np.float64).tiny)
+        self._x_pivot = np.asarray(pivot.x_mean, np.float64)
+        self._y_std = 1.0 / np.asarray(pivot.y_scale, np.float64)
+        self._z, self._u = (self._sum(read) / scale for read in (lambda s: s.x, lambda s: s.y))
+        self.y_mean = np.asarray(pivot.y_mean, np.float64) + self._u * self._y_std
+        self._back: dict[int, np.ndarray] = {}
+        self._blocks: OrderedDict[tuple[int, int], np.ndarray] = OrderedDict()
 
-    def _gram_block(self, i: int, j: int) -> np.ndarray:
+    def mean(self, layer: int) -> np.ndarray:
+        """Mean of a source layer's features."""
+        columns = self._x(layer)
+        return self._x_pivot[columns] + self._z[columns] @ self._unwhiten(layer)
+
+    def covariance(self, i: int, j: int) -> np.ndarray:
+        """Covariance of two source layers' features; the latest blocks are kept, as neighbouring supports overlap."""
         if i < j:
-            return self._gram_block(j, i).T
-        first = self.plan.gram_from[i]
+            return self.covariance(j, i).T
+        if (i, j) in self._blocks:
+            self._blocks.move_to_end((i, j))
+            return self._blocks[i, j]
+        first, starts = self.plan.gram_from[i], self.plan.x_starts
         if j < first:
             raise KvxError(
                 f"these moments hold no products of source layers {i} and {j}; gather them with a reach of both."
             )
-        starts = self.plan.x_starts
         columns = slice(starts[j] - starts[first], starts[j + 1] - starts[first])
-        raw = self._add(lambda s: np.asarray(s.xx[i])[:, columns]) / self.weight
-        return raw - np.outer(self._z[self._x(i)], self._z[self._x(j)])
+        raw = self._sum(lambda s: np.asarray(s.xx[i])[:, columns]) / self.weight
+        raw -= np.outer(self._z[self._x(i)], self._z[self._x(j)])
+        block = self._unwhiten(i).T @ raw @ self._unwhiten(j)
+        self._blocks[i, j] = block
+        while len(self._blocks) * block.nbytes > CACHE_BYTES:
+            self._blocks.popitem(last=False)
+        return block
 
-    def _cross_block(self, layer: int, target: int, columns: slice) -> np.ndarray:
+    def cross(self, layer: int, target: int, columns: slice) -> np.ndarray:
+        """Covariance of a source layer's features with some of a target layer's outputs."""
         first, stop = self.plan.cross[layer]
         if not first <= target < stop:
             raise KvxError(
@@ -200,5 +220,34 @@ class Normals:
             )
         origin = self.plan.y_starts[first]
         inside = slice(columns.start - origin, columns.stop - origin)
-        raw = self._add(lambda s: np.asarray(s.xy[layer])[:, inside]) / self.weight
-        return raw - np.outer(self._z[self._x(layer)], self._u[columns])
+        raw = self._sum(lambda s: np.asarray(s.xy[layer])[:, inside]) / self.weight
+        raw -= np.outer(self._z[self._x(layer)], self._u[columns])
+        return self._unwhiten(layer).T @ (raw * self._y_std[columns])
+
+    def output_covariance(self, index: int, columns: slice) -> np.ndarray:
+        """Covariance of one block of outputs."""
+        mean, std = self._u[columns], self._y_std[columns]
+        raw = self._sum(lambda s: s.yy[index]) / self.weight - np.outer(mean, mean)
+        return raw * std[:, None] * std[None, :]
+
+    def _x(self, layer: int) -> slice:
+        return slice(self.plan.x_starts[layer], self.plan.x_starts[layer + 1])
+
+    def _sum(self, read: Callable[[Sums], Array | np.ndarray]) -> np.ndarray:
+        total, error = (np.asarray(read(sums)) for sums in (self.moments.total, self.moments.error))
+        return np.add(total, error, dtype=np.float64)
+
+    def _unwhiten(self, layer: int) -> np.ndarray:
+        """``U`` with ``x - mean = z U`` for one source layer, block diagonal, float64 ``[w,w]``."""
+        if layer in self._back:
+            return self._back[layer]
+        widths = self.plan.sources[layer]
+        result, row = np.zeros((sum(widths), sum(widths))), 0
+        before = sum(len(blocks) for blocks in self.plan.sources[:layer])
+        for white in self.moments.pivot.white[before : before + len(widths)]:
+            block = np.asarray(white, np.float64)
+            span = slice(row, row + len(block))
+            result[span, span] = solve_triangular(block, np.eye(len(block)))
+            row += len(block)
+        self._back[layer] = result
+        return result

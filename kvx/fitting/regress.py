@@ -10,10 +10,10 @@ import numpy as np
 from kvx.errors import KvxError
 from kvx.fitting.moments import Moments
 from kvx.fitting.normal import Normals
-from kvx.fitting.solve import Solution, factor
+from kvx.fitting.solve import Solution, prepare
 from kvx.mappers.base import COMPONENTS, Entry, EntryReport, Fitted
 
-RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
+RIDGES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 SKETCH_FROM = 4096
 SKETCH = 48
 Report = Callable[[str, int, int], object]
@@ -22,10 +22,10 @@ Parts = tuple[tuple[int, int, int], ...]
 
 @dataclasses.dataclass
 class _Choice:
-    """Best ridge so far for one entry."""
+    """Best ridge so far for one entry: its held-out explained variance per head, and its number."""
 
     r2: np.ndarray
-    ridge: float
+    at: int
 
 
 def regress(
@@ -73,13 +73,13 @@ def regress(
         )
     train = Normals(moments)
     held = None if held_out is None else Normals(held_out)
-    both = train if held_out is None else Normals(moments, held_out)
+    both = train if held is None else Normals(train, held)
     fitted: dict[int, Fitted] = {}
     for parts, members in _shared(entries).items():
-        chosen = {i: _Choice(np.array([]), ridges[0]) for i in members}
+        chosen = {i: _Choice(np.array([]), 0) for i in members}
         if held is not None:
             chosen = _choose(train, held, parts, {i: entries[i] for i in members}, ridges)
-        for i, one in _solve(both, parts, {i: entries[i] for i in members}, chosen):
+        for i, one in _solve(both, parts, {i: entries[i] for i in members}, chosen, ridges):
             fitted[i] = one
             progress(entries[i].name, len(fitted), len(entries))
     return [fitted[i] for i in range(len(entries))]
@@ -123,25 +123,31 @@ def _choose(
     entries: dict[int, Entry],
     ridges: Sequence[float],
 ) -> dict[int, _Choice]:
-    """For each entry the ridge with the best held-out explained variance (mean over heads)."""
-    gram, floor = train.gram(parts), train.floor(parts)
+    """For each entry the ridge with the best held-out explained variance (mean over heads).
+
+    Starts in the middle of the (sorted) ridges and tries the neighbours of every entry's best until all are beaten.
+    """
+    system = prepare(train.gram(parts), floor=train.floor(parts), where=next(iter(entries.values())).name)
     shift = held.mean(parts) - train.mean(parts)
+    held_gram = held.gram(parts) if len(shift) < SKETCH_FROM else None
     problems = {i: _problem(train, held, parts, entry) for i, entry in entries.items()}
     best: dict[int, _Choice] = {}
-    for ridge in ridges:
-        factored = factor(gram, ridge, floor=floor, where=next(iter(entries.values())).name)
-        solved = {
-            i: dataclasses.replace(factored, where=entries[i].name).solve(p.cross).coefficients
-            for i, p in problems.items()
-        }
-        quadratic = held.times_gram(parts, np.concatenate([*solved.values()], axis=1))
-        column = 0
-        for i, w in solved.items():
-            aw = quadratic[:, column : column + w.shape[1]]
-            column += w.shape[1]
-            r2 = problems[i].r2(w, aw, shift)
+    tried: set[int] = set()
+    following = [len(ridges) // 2]
+    while following:
+        at = following[0]
+        tried.add(at)
+        factored = system.factor(ridges[at])
+        solved = [factored.solve(p.cross, where=entries[i].name).coefficients for i, p in problems.items()]
+        joined = np.concatenate(solved, axis=1)
+        products = held.times_gram(parts, joined) if held_gram is None else held_gram @ joined
+        splits = np.cumsum([w.shape[1] for w in solved])[:-1]
+        for (i, problem), w, aw in zip(problems.items(), solved, np.split(products, splits, axis=1), strict=True):
+            r2 = problem.r2(w, aw, shift)
             if i not in best or r2.mean() > best[i].r2.mean():
-                best[i] = _Choice(r2, ridge)
+                best[i] = _Choice(r2, at)
+        beside = {choice.at + step for choice in best.values() for step in (-1, 1)}
+        following = sorted(n for n in beside - tried if 0 <= n < len(ridges))
     return best
 
 
@@ -179,18 +185,20 @@ def _r2(error: np.ndarray, variance: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _solve(
-    both: Normals, parts: Parts, entries: dict[int, Entry], chosen: dict[int, _Choice]
+    both: Normals, parts: Parts, entries: dict[int, Entry], chosen: dict[int, _Choice], ridges: Sequence[float]
 ) -> Iterator[tuple[int, Fitted]]:
     """Final fits, one factorisation for each ridge that was chosen."""
-    gram, floor, center = both.gram(parts), both.floor(parts), both.mean(parts)
-    for ridge in sorted({choice.ridge for choice in chosen.values()}):
-        members = [i for i in entries if chosen[i].ridge == ridge]
-        factored = factor(gram, ridge, floor=floor, where=entries[members[0]].name)
-        for i in members:
+    gram, center = both.gram(parts), both.mean(parts)
+    variance = np.diag(gram).copy()
+    system = prepare(gram, floor=both.floor(parts), where=next(iter(entries.values())).name)
+    del gram
+    for at in sorted({choice.at for choice in chosen.values()}):
+        factored = system.factor(ridges[at])
+        for i in [i for i in entries if chosen[i].at == at]:
             entry = entries[i]
             cross = both.cross(parts, entry.target, entry.component)[:, entry.columns]
-            solution = dataclasses.replace(factored, where=entry.name).solve(cross)
-            yield i, _finish(both, entry, solution, cross, np.diag(gram), center, chosen[i].r2)
+            solution = factored.solve(cross, where=entry.name)
+            yield i, _finish(both, entry, solution, cross, variance, center, chosen[i].r2)
 
 
 def _finish(

@@ -17,7 +17,7 @@ from kvx.mappers.linear import LinearParams, apply_linear, assemble, part_of
 if TYPE_CHECKING:
     from kvx.fitting.moments import Moments
 
-RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0)
+RIDGES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 RANKING_RIDGE = 1e-2
 
 
@@ -112,7 +112,7 @@ def full_head(
             its own kind.
         choice: ``"nearest"``: source layers nearest in relative depth; ``"best"``: those that explain most held-out
             variance alone, averaged over heads and over keys and values.
-        ridge: on the scaled Gram, without unit; ``None``: chosen on held-out rows from 1e-4 ... 1 for each target layer
+        ridge: on the scaled Gram, without unit; ``None``: chosen on held-out rows from 1e-5 ... 1 for each target layer
             and component; a tuple: chosen among these.
 
     Returns:
