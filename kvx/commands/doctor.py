@@ -26,7 +26,7 @@ PACKAGES = (
 )
 OPTIONAL = ("torch", "transformers")  # oracles of the tests and of `kvx bench`; kvx runs without them
 DEMO_DISK_GB = 3.0  # wheels 0.33, converted fp32 models 1.7, fits and compiled programs below 1
-DEMO_MEMORY_GB = 4.0
+DEMO_MEMORY_GB = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
