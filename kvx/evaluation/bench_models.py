@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,12 +117,12 @@ def _on_cpus(threads: int) -> Iterator[None]:
 def _bench(model: Model, tokens: int, new_tokens: int, repeats: int, seed: int) -> dict[str, Any]:
     prompt = np.random.default_rng(seed).integers(0, model.config.vocab_size, (1, tokens)).astype(np.int32)
     sides = {"kvx": _kvx_side(model, prompt, new_tokens), "torch": _torch_side(model, prompt, new_tokens)}
-    runs: dict[str, list[tuple[float, float, list[int]]]] = {name: [] for name in sides}
-    first = {name: side()[:2] for name, side in sides.items()}
+    first = {name: side() for name, side in sides.items()}  # compiles, and warms up
+    runs: dict[str, list[Run]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
             runs[name].append(side())
-    best = {name: [min(run[i] for run in done) for i in (0, 1)] for name, done in runs.items()}
+    best = {name: (min(r.prefill for r in done), min(r.decode for r in done)) for name, done in runs.items()}
     return {
         "tokens": tokens,
         "new_tokens": new_tokens,
@@ -132,25 +132,33 @@ def _bench(model: Model, tokens: int, new_tokens: int, repeats: int, seed: int) 
         "torch_prefill_tokens_per_s": tokens / best["torch"][0],
         "decode_ms_per_token": 1e3 * best["kvx"][1] / new_tokens,
         "torch_decode_ms_per_token": 1e3 * best["torch"][1] / new_tokens,
-        "compile_prefill_s": first["kvx"][0] - best["kvx"][0],
-        "compile_decode_s": first["kvx"][1] - best["kvx"][1],
-        "same_tokens": runs["kvx"][0][2] == runs["torch"][0][2],
+        "compile_prefill_s": first["kvx"].prefill - best["kvx"][0],
+        "compile_decode_s": first["kvx"].decode - best["kvx"][1],
+        "same_tokens": first["kvx"].tokens == first["torch"].tokens,
         "repeats": repeats,
     }
 
 
-Side = Callable[[], tuple[float, float, list[int]]]
+class Run(NamedTuple):
+    """Seconds of one run and the tokens it gave."""
+
+    prefill: float
+    decode: float
+    tokens: list[int]
+
+
+Side = Callable[[], Run]
 
 
 def _kvx_side(model: Model, prompt: np.ndarray, new_tokens: int) -> Side:
     """Read the prompt, then its last token once more, as the boundary, and go on from there."""
 
-    def run() -> tuple[float, float, list[int]]:
+    def run() -> Run:
         start = time.perf_counter()
         cache = jax.block_until_ready(prefill(model, prompt))
         read = time.perf_counter()
         out = jax.block_until_ready(generate(model, prompt[:, -1:], cache, max_new_tokens=new_tokens))
-        return read - start, time.perf_counter() - read, out.tokens[0].tolist()
+        return Run(read - start, time.perf_counter() - read, out.tokens[0].tolist())
 
     return run
 
@@ -165,7 +173,7 @@ def _torch_side(model: Model, prompt: np.ndarray, new_tokens: int) -> Side:
     cache_name = "cache" if "cache" in inspect.signature(type(oracle).forward).parameters else "past_key_values"
     ids = torch.tensor(prompt, dtype=torch.long)
 
-    def run() -> tuple[float, float, list[int]]:
+    def run() -> Run:
         with torch.inference_mode():
             start = time.perf_counter()
             out = oracle(ids, use_cache=True, logits_to_keep=1)
@@ -175,7 +183,7 @@ def _torch_side(model: Model, prompt: np.ndarray, new_tokens: int) -> Side:
                 out = oracle(token, use_cache=True, logits_to_keep=1, **{cache_name: _cache(out)})
                 token = out.logits[:, -1].argmax(-1, keepdim=True)
                 tokens.append(int(token))
-            return read - start, time.perf_counter() - read, tokens
+            return Run(read - start, time.perf_counter() - read, tokens)
 
     return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ from kvx.models.layers import Weights, embed, enter, leave, norm
 from kvx.models.model import Model
 from kvx.typing import pytree
 
-Column = Array | tuple[Array, ...]  # per layer [B,K,N,D], or all layers stacked [L,B,K,N,D]
-Past = LayerView | tuple[LayerView, ...]
+Column = Any  # one array [B,K,N,D] per layer in a tuple, or all layers stacked [L,B,K,N,D]
+Past = Any  # one LayerView per layer in a tuple, or a single one whose arrays are stacked [L,...]
 
 
 @pytree
@@ -171,10 +171,10 @@ def _scanned(model: Model, past: LayerView | None, fresh: Fresh, chunk: _Chunk, 
         heads = read(c, q, parts, chunk.pos, facts.get("window"), ordered=chunk.ordered, clean=True)
         return leave(c, w, x, heads), (turned if fresh.turned is None else k, turned, v)
 
-    facts = {name: jnp.asarray(value) for name, value in layer_facts(c).items()}
+    facts: Any = {name: jnp.asarray(value) for name, value in layer_facts(c).items()}
     x, (k, turned, v) = jax.lax.scan(step, x, (model.params["layers"], facts, own))
-    turned = None if fresh.turned is None else _put(fresh.turned, turned, chunk.column)
-    return x, Fresh(_put(fresh.k, k, chunk.column), turned, _put(fresh.v, v, chunk.column), fresh.pos)
+    rotated = None if fresh.turned is None else _put(fresh.turned, turned, chunk.column)
+    return x, Fresh(_put(fresh.k, k, chunk.column), rotated, _put(fresh.v, v, chunk.column), fresh.pos)
 
 
 def thaw(cache: KVCache, fresh: Fresh) -> KVCache:

@@ -44,10 +44,10 @@ class Forward:
 
 def forward(
     model: Model,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | np.ndarray,
     cache: KVCache | None = None,
     *,
-    positions: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | np.ndarray | None = None,
     keep: Keep = "all",
     capacity: int | None = None,
     collect_queries: bool = False,

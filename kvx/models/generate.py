@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class _State:
 
 def generate(
     model: Model,
-    boundary: Int[Array, "B T"],
+    boundary: Int[Array, "B T"] | np.ndarray,
     cache: KVCache | None = None,
     *,
     max_new_tokens: int,
@@ -70,7 +70,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | Array | None = None,
     rng: Array | None = None,
-    positions: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | np.ndarray | None = None,
 ) -> Generation:
     """Read the boundary, then generate.
 
@@ -206,7 +206,7 @@ def _finish(model: Model, made: Request, state: _State) -> Generation:
 
 def stream(
     model: Model,
-    boundary: Int[Array, "B T"],
+    boundary: Int[Array, "B T"] | np.ndarray,
     cache: KVCache | None = None,
     *,
     max_new_tokens: int,
@@ -215,8 +215,8 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     rng: Array | None = None,
-    positions: Int[Array, "B T"] | None = None,
-) -> Iterator[Any]:
+    positions: Int[Array, "B T"] | np.ndarray | None = None,
+) -> Generator[Any, None, Generation]:
     """Generate on the host, one token at a time: the same tokens as :func:`generate`.
 
     Args:

@@ -132,7 +132,7 @@ def _rope(fields: Fields, layer_type: str, head_dim: int) -> RopeSpec:
             "add it (the model card gives it; early Llama models use 10000.0)."
         )
     partial = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) or 1.0
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
     return RopeSpec.create(kind, theta, dim=int(head_dim * partial), **_rope_extension(kind, rope, fields))
 
 

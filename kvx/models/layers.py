@@ -134,7 +134,7 @@ def feed_forward(c: ModelConfig, w: Weights, x: Float[Array, "B T M"]) -> Float[
 
 def lm_head(c: ModelConfig, params: Weights, hidden: Float[Array, "*T M"]) -> Float[Array, "*T V"]:
     """float32 logits of hidden states (after the final norm)."""
-    w = params.get("head", params["embed"])
+    w = params["head"] if "head" in params else params["embed"]
     precision = jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
     logits = jax.lax.dot_general(
         hidden, w, (((hidden.ndim - 1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from kvx.cache.build import Keep, concrete, empty
@@ -21,10 +22,10 @@ _LOGIT_BYTES = 1 << 26  # logits that exist at any one time
 
 def prefill(
     model: Model,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | np.ndarray,
     cache: KVCache | None = None,
     *,
-    positions: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | np.ndarray | None = None,
     keep: Keep = "all",
     capacity: int | None = None,
     chunk: int | None = None,
@@ -83,10 +84,10 @@ def _prefill(model: Model, made: Request, *, chunk: int | None) -> KVCache:
 
 def next_token_logits(
     model: Model,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | np.ndarray,
     cache: KVCache | None = None,
     *,
-    positions: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | np.ndarray | None = None,
 ) -> Float32[Array, "B V"]:
     """Logits of the token after the last real one of each row.
 
@@ -135,10 +136,10 @@ def last_hidden(tokens: Int[Array, "B T"], hidden: Float[Array, "B T M"]) -> Flo
 
 def token_logprobs(
     model: Model,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | np.ndarray,
     cache: KVCache | None = None,
     *,
-    positions: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | np.ndarray | None = None,
 ) -> Float32[Array, "B T"]:
     """``log p(token_t | cache, tokens before t)`` of every token but each row's first.
 

@@ -55,8 +55,8 @@ def sampling(temperature: Any = 0.0, top_k: int | None = None, top_p: Any = None
         raise KvxError(f"top_k is {top_k}; expected at least 1, or None.")
     if mass is not None and not 0 < mass <= 1:
         raise KvxError(f"top_p is {top_p}; expected a probability above 0 and at most 1, or None.")
-    mass = None if top_p is None else jnp.asarray(top_p, jnp.float32)
-    return Sampling(jnp.asarray(temperature, jnp.float32), mass, top_k)
+    share = None if top_p is None else jnp.asarray(top_p, jnp.float32)
+    return Sampling(jnp.asarray(temperature, jnp.float32), share, top_k)
 
 
 def greedy(logits: Float32[Array, "B V"]) -> Int32[Array, B]:
@@ -73,7 +73,7 @@ def greedy(logits: Float32[Array, "B V"]) -> Int32[Array, B]:
     return jnp.where(logits == top, index, logits.shape[-1] - 1).min(axis=-1)
 
 
-def choose(logits: Float32[Array, "B V"], how: Sampling, rng: Array | None) -> Int32[Array, B]:
+def choose(logits: Float32[Array, "B V"], how: Sampling, rng: Any) -> Int32[Array, B]:
     """Draw one token per row.
 
     Args:
