@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Array
@@ -42,15 +42,15 @@ class Normals:
         Raises:
             KvxError: none, other plans or pivots, or no rows.
         """
-        own: list[_Own] = []
+        self._own: list[_Own] = []
         for part in moments:
-            own += part._own if isinstance(part, Normals) else [_Own(part)]
+            self._own += part._own if isinstance(part, Normals) else [_Own(part)]
+        own = self._own
         if not own:
             raise KvxError("normal equations need at least one set of moments.")
         if any(o.plan != own[0].plan or not same_pivot(o.moments, own[0].moments) for o in own):
             raise KvxError("moments of different plans or pivots cannot be read together; gather them from one pivot.")
         self.plan = own[0].plan
-        self._own = own
         self.rows = sum(o.moments.rows for o in own)
         self.weight = sum(o.weight for o in own)
         if not self.rows or not self.weight > 0:
@@ -109,33 +109,36 @@ class Normals:
         """
         columns, rows = self._outputs(target, block), []
         means = [(o.y_mean[columns], share) for o, share in zip(self._own, self._shares, strict=True)]
-        nu = sum(share * mean for mean, share in means)
+        nu = _add(share * mean for mean, share in means)
         for layer, first, stop in self._ranges(parts):
-            mu, total = self._mean(layer), 0.0
-            for o, (mean, share) in zip(self._own, means, strict=True):
-                total = total + share * (o.cross(layer, target, columns) + np.outer(o.mean(layer) - mu, mean - nu))
-            rows.append(np.asarray(total)[first:stop])
+            mu = self._mean(layer)
+            own = (
+                share * (o.cross(layer, target, columns) + np.outer(o.mean(layer) - mu, mean - nu))
+                for o, (mean, share) in zip(self._own, means, strict=True)
+            )
+            rows.append(_add(own)[first:stop])
         return np.concatenate(rows)
 
     def output_mean(self, target: int, block: int | None = None) -> np.ndarray:
         """Mean of a target layer's outputs (0 keys, 1 values, ``None`` both), float64 ``[q]``."""
         columns = self._outputs(target, block)
-        return np.asarray(sum(share * o.y_mean[columns] for o, share in zip(self._own, self._shares, strict=True)))
+        return _add(share * o.y_mean[columns] for o, share in zip(self._own, self._shares, strict=True))
 
     def output_covariance(self, target: int, block: int) -> np.ndarray:
         """Covariance of a target layer's keys (0) or values (1), float64 ``[q,q]``."""
-        columns, nu, total = self._outputs(target, block), self.output_mean(target, block), 0.0
+        columns, nu = self._outputs(target, block), self.output_mean(target, block)
         index = sum(len(layer) for layer in self.plan.targets[:target]) + block
-        for o, share in zip(self._own, self._shares, strict=True):
-            shift = o.y_mean[columns] - nu
-            total = total + share * (o.output_covariance(index, columns) + np.outer(shift, shift))
-        return np.asarray(total)
+        shifts = [o.y_mean[columns] - nu for o in self._own]
+        return _add(
+            share * (o.output_covariance(index, columns) + np.outer(shift, shift))
+            for o, share, shift in zip(self._own, self._shares, shifts, strict=True)
+        )
 
     def factor(self, parts: Sequence[Part], ridge: float, *, where: str = "") -> Factor:
         """Factor the Gram of a set of parts; see :func:`kvx.fitting.solve.factor`."""
         return factor(self.gram(parts), ridge, floor=self.floor(parts), where=where)
 
-    def _pairs(self, parts: Sequence[Part]):  # type: ignore[no-untyped-def]
+    def _pairs(self, parts: Sequence[Part]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Covariance of every pair of parts ``a >= b``, by their numbers."""
         ranges = self._ranges(parts)
         for a, (i, *rows) in enumerate(ranges):
@@ -145,13 +148,14 @@ class Normals:
     def _covariance(self, i: int, j: int) -> np.ndarray:
         if len(self._own) == 1:
             return self._own[0].covariance(i, j)
-        mu_i, mu_j, total = self._mean(i), self._mean(j), 0.0
-        for o, share in zip(self._own, self._shares, strict=True):
-            total = total + share * (o.covariance(i, j) + np.outer(o.mean(i) - mu_i, o.mean(j) - mu_j))
-        return np.asarray(total)
+        mu_i, mu_j = self._mean(i), self._mean(j)
+        return _add(
+            share * (o.covariance(i, j) + np.outer(o.mean(i) - mu_i, o.mean(j) - mu_j))
+            for o, share in zip(self._own, self._shares, strict=True)
+        )
 
     def _mean(self, layer: int) -> np.ndarray:
-        return np.asarray(sum(share * o.mean(layer) for o, share in zip(self._own, self._shares, strict=True)))
+        return _add(share * o.mean(layer) for o, share in zip(self._own, self._shares, strict=True))
 
     def _ranges(self, parts: Sequence[Part]) -> list[tuple[int, int, int]]:
         return [(part, 0, sum(self.plan.sources[part])) if isinstance(part, int) else part for part in parts]
@@ -167,6 +171,12 @@ class Normals:
             return slice(start, start + sum(widths))
         start += sum(widths[:block])
         return slice(start, start + widths[block])
+
+
+def _add(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """Sum of at least one array."""
+    first, *rest = arrays
+    return sum(rest, first)
 
 
 class _Own:
