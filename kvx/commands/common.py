@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvx.models.model import Model
     from kvx.models.progress import Hook
 
 OK, FAILED, USAGE, REPREFILL = 0, 1, 2, 3
@@ -140,6 +141,13 @@ def prepare_jax() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def load(name: str, dtype: str, progress: Hook | bool) -> Model:
+    """A model with scanned layers: commands compile many programs and run each a few times."""
+    import kvx
+
+    return kvx.load_model(name, dtype=dtype, stacked=True, progress=progress)
 
 
 def jsonable(value: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvx.commands.common import Outcome, Output, jsonable, prepare_jax
+from kvx.commands.common import Outcome, Output, jsonable, load, prepare_jax
 from kvx.commands.fit import FitSettings, TextSettings, mapper_of, pairs_of
 from kvx.commands.remember import key_of, remembered_evaluation, remembered_fit
 
@@ -68,13 +68,12 @@ def run(settings: Demo, out: Output) -> Outcome:
 
 def load_models(settings: Demo, out: Output) -> tuple[Model, Model]:
     """Both models, and the licences of those that were fetched."""
-    import kvx
     from kvx.models.demo_weights import licence
 
     models = []
     for role, name in (("source", settings.source), ("target", settings.target)):
         out.say(f"{role}: {name}")
-        models.append(kvx.load_model(name, dtype=settings.dtype, progress=out.watch(f"loading {name}")))
+        models.append(load(name, settings.dtype, out.watch(f"loading {name}")))
         if name.startswith("demo:"):
             out.say(f"  {licence(name.removeprefix('demo:'))}")
     return models[0], models[1]

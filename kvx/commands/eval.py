@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvx.commands.common import OK, REPREFILL, Outcome, Output, UsageError, jsonable, prepare_jax, require
+from kvx.commands.common import OK, REPREFILL, Outcome, Output, UsageError, jsonable, load, prepare_jax, require
 from kvx.commands.fit import TextSettings
 from kvx.errors import KvxError
 
@@ -77,6 +77,7 @@ def run(settings: Eval, out: Output) -> Outcome:
         max_new_tokens=settings.max_new_tokens,
         thresholds=settings.thresholds,
         data=hashes,
+        progress=out.watch("measuring"),
     )
     figures = result.to_json(per_item=settings.per_item)
     out.console.print(result.table())
@@ -111,15 +112,13 @@ def models_of(mapper: CacheMap, source: str | None, target: str | None, dtype: s
     Raises:
         KvxError: a name is neither given nor recorded, or a model cannot be loaded.
     """
-    import kvx
-
     names = []
     for side, given in (("source", source), ("target", target)):
         recorded = getattr((mapper.provenance or {}).get(side), "model", None)
         if not (given or recorded):
             raise KvxError(f"this mapper does not say which {side} it was fitted for; pass --{side}.")
         names.append(given or recorded)
-    return kvx.load_model(names[0], dtype=dtype), kvx.load_model(names[1], dtype=dtype)
+    return load(str(names[0]), dtype, True), load(str(names[1]), dtype, True)
 
 
 def recorded_verdict(folder: Path, mapper: CacheMap) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvx.commands.common import Common, Outcome, Output, prepare_jax, require
+from kvx.commands.common import Common, Outcome, Output, load, prepare_jax, require
 from kvx.errors import KvxError
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ def run(settings: Fit, out: Output) -> Outcome:
     from kvx.evaluation.items import load_passages
 
     started = time.perf_counter()
-    source, target = (kvx.load_model(name, dtype=settings.dtype) for name in (settings.source, settings.target))
+    source, target = (
+        load(str(name), settings.dtype, out.watch(f"loading {name}")) for name in (settings.source, settings.target)
+    )
     split = load_passages(
         Path(str(settings.text)),
         target,
@@ -97,7 +99,8 @@ def run(settings: Fit, out: Output) -> Outcome:
         held_out=settings.test_share,
     )
     texts = [item.text for item in split.fit]
-    mapper, report = kvx.fit(mapper_of(settings), pairs_of(settings, source, target, texts), held_out=settings.held_out)
+    pairs = pairs_of(settings, source, target, texts)
+    mapper, report = kvx.fit(mapper_of(settings), pairs, held_out=settings.held_out, progress=out.watch("fitting"))
     kvx.save(folder, mapper, overwrite=settings.overwrite)
     out.console.print(report)
     out.console.print(
