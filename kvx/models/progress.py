@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 Hook = Callable[[str, int, int], Any]
+EVERY = 20.0  # seconds between two lines where no bar can be drawn
 
 
 @contextlib.contextmanager
@@ -15,7 +17,7 @@ def reporting(progress: Hook | bool | None, title: str, unit: str = "bytes") -> 
 
     Args:
         progress: a hook of the caller's; ``True`` or ``None``: a bar on standard error when that is a terminal or a
-            notebook; ``False``: silence.
+            notebook, else a plain line there every 20 seconds (log files); ``False``: silence.
         title: shown before the bar.
         unit: ``"bytes"`` or a plural noun.
 
@@ -43,7 +45,43 @@ def reporting(progress: Hook | bool | None, title: str, unit: str = "bytes") -> 
         TimeRemainingColumn(),
         TextColumn("{task.fields[what]}"),
     )
-    hidden = progress is False or not (console.is_terminal or console.is_jupyter)
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+    if progress is not False and not (console.is_terminal or console.is_jupyter):
+        yield lines(title, lambda text: console.print(text, highlight=False, soft_wrap=True))
+        return
+    with Progress(*columns, console=console, disable=progress is False, transient=True) as bar:
         task = bar.add_task(title, total=None, what="")
         yield lambda what, done, total: bar.update(task, completed=done, total=total, what=what)
+
+
+def lines(title: str, write: Callable[[str], Any], clock: Callable[[], float] = time.monotonic) -> Hook:
+    """A hook that writes a line with the time left, at most one every 20 seconds.
+
+    Args:
+        title: starts each line.
+        write: takes a line.
+        clock: seconds.
+
+    Returns:
+        The hook.
+
+    Example:
+        >>> from kvx.models.progress import lines
+        >>> now = iter([0.0, 5.0, 30.0])
+        >>> hook = lines("fitting", print, lambda: next(now))
+        >>> hook("layer 1", 1, 12), hook("layer 6", 6, 12)
+        fitting: 6 of 12, layer 6, 30 s gone, about 30 s left
+        (None, None)
+    """
+    start = last = clock()
+
+    def hook(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = clock()
+        if now - last < EVERY:
+            return
+        last = now
+        gone = now - start
+        left = f", about {gone * (total - done) / done:.0f} s left" if done and total else ""
+        write(f"{title}: {done:,} of {total:,}, {what}, {gone:.0f} s gone{left}")
+
+    return hook
