@@ -74,5 +74,5 @@ def pytree(cls: C) -> C:
     try:
         register(drop_fields=roles["host"])
     except ValueError:  # older JAX (0.9.0 for one) takes the letters of each name for fields
-        register(drop_fields=[(name,) for name in roles["host"]])
+        register(drop_fields=[(name,) for name in roles["host"]])  # type: ignore[misc]
     return cls

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvx.models.progress import Hook
 
 OK, FAILED, USAGE, REPREFILL = 0, 1, 2, 3
+LOG_WIDTH = 118  # of tables in files and pipes, which have no width of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,9 @@ class Output:
         self.as_json = as_json
         self.progress: Console = Console(stderr=True, highlight=False)
         self.console: Console = self.progress if as_json else Console(highlight=False)
+        for console in (self.progress, self.console):
+            if not console.is_terminal and not console.is_jupyter:
+                console.width = LOG_WIDTH
 
     def say(self, text: str) -> None:
         """One remark for people, outside the result; plain text, no markup."""
