@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvx.mappers.base import CacheMap
     from kvx.models.model import Model
 
-FAST = {"max_tokens": 5_000, "layers": 3, "items": 8, "max_questions": 6}
+FAST = {"max_tokens": 4_000, "layers": 2, "ridge": 0.01, "items": 8, "max_questions": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Demo(FitSettings, TextSettings):
     max_new_tokens: int = 16
     """Tokens of an answer, at most."""
     fast: bool = False
-    """Fewer tokens, layers, passages and questions: minutes become one or two, and intervals wide."""
+    """Fewer tokens, layers, passages and questions, one ridge, no timings: quicker, and intervals wide."""
     again: bool = False
     """Fit and measure anew instead of using what an earlier run has kept."""
 
@@ -227,7 +227,7 @@ def measured(
 
     items = list(split.held_out[: settings.items])
     asked = digest(items), digest(questions), load_thresholds().sha256
-    key = key_of("evaluation", mapper.digest, asked, settings.max_new_tokens, settings.dtype)
+    key = key_of("evaluation", mapper.digest, asked, settings.max_new_tokens, settings.dtype, settings.fast)
 
     def make() -> tuple[dict[str, Any], Any]:
         out.say(f"measuring all arms on {len(items)} passages and {len(questions)} questions; {_first_time(settings)}")
@@ -237,6 +237,7 @@ def measured(
             mapper,
             [*items, *questions],
             max_new_tokens=settings.max_new_tokens,
+            latency=not settings.fast,
             data=split.hashes,
             progress=out.watch("measuring"),
         )
