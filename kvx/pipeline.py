@@ -149,7 +149,13 @@ def handoff(
 
     Example:
         >>> import kvx
-        >>> answer = kvx.handoff(source, target, mapper, context, "\\nQuestion: who?\\nAnswer:")  # doctest: +SKIP
+        >>> from kvx.models.random_model import byte_model
+        >>> source, target = byte_model(), byte_model(3, seed=1)
+        >>> pairs = kvx.pairs(source, target, "Ann lives in Rome. " * 20, max_length=64)
+        >>> mapper, _ = kvx.fit(kvx.mappers.full_head(layers=1, ridge=0.1), pairs, held_out=0, progress=False)
+        >>> answer = kvx.handoff(source, target, mapper, "Ann lives in Rome.", "\\nWhere?", max_new_tokens=4)
+        >>> len(answer.tokens), answer.alignment.coverage
+        (4, 1.0)
     """
     check_models(mapper, source, target)
     reader, writer = source._tokenizer(), target._tokenizer()

@@ -83,9 +83,15 @@ def evaluate(
 
     Example:
         >>> import kvx
-        >>> from kvx.evaluation.items import load_passages
-        >>> passages = load_passages("prose.txt", target)  # doctest: +SKIP
-        >>> kvx.evaluate(source, target, mapper, passages.held_out)  # doctest: +SKIP
+        >>> from kvx.evaluation.items import Item
+        >>> from kvx.models.random_model import byte_model
+        >>> source, target = byte_model(), byte_model(3, seed=1)
+        >>> pairs = kvx.pairs(source, target, "Ann lives in Rome. " * 20, max_length=64)
+        >>> mapper, _ = kvx.fit(kvx.mappers.full_head(layers=1, ridge=0.1), pairs, held_out=0, progress=False)
+        >>> items = [Item("Bob lives in Oslo.", " He likes snow."), Item("Eva lives in Bonn.", " She likes rain.")]
+        >>> result = kvx.evaluate(source, target, mapper, items, latency=False, progress=False)
+        >>> sorted(result.to_json()["loss"])[:3], result.to_json()["verdict"]
+        (['constant', 'mismatched', 'native'], None)
     """
     started = time.perf_counter()
     passages = [item for item in items if isinstance(item, Item)]

@@ -122,7 +122,11 @@ def pairs(
 
     Example:
         >>> import kvx
-        >>> pairs = kvx.pairs(source, target, open("prose.txt").read(), max_tokens=20_000)  # doctest: +SKIP
+        >>> from kvx.models.random_model import byte_model
+        >>> pairs = kvx.pairs(byte_model(), byte_model(3, seed=1), "A short text. " * 20, max_length=64)
+        >>> batch = next(iter(pairs))
+        >>> batch.source.num_layers, batch.target.num_layers, batch.weight.shape[0]
+        (2, 3, 4)
     """
     reader, writer = source._tokenizer(), target._tokenizer()
     texts = [texts] if isinstance(texts, str) else list(texts)

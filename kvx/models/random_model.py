@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,36 @@ from kvx.models.config import ModelConfig, tiny_config
 from kvx.models.model import Model
 from kvx.models.weight_table import table
 from kvx.models.weights import assemble
+
+
+def byte_model(layers: int = 2, *, seed: int = 0) -> Model:
+    """A small random model that reads and writes text, one token a byte: enough to try every function on.
+
+    Args:
+        layers: number of layers.
+        seed: of the weights.
+
+    Returns:
+        A model of 257 tokens (256 bytes and BOS, which it adds), with tokenizer.
+
+    Example:
+        >>> from kvx.models.random_model import byte_model
+        >>> model = byte_model()
+        >>> model.encode("Zoë").ids.tolist(), model.decode(model.encode("Zoë").tokens[0])
+        ([256, 57, 78, 127, 104], 'Zoë')
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from kvx.models.tokenizer import Tokenizer
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: i for i, letter in enumerate([*letters, "<s>"])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>"])
+    made = random_model(tiny_config(vocab_size=257, num_layers=layers), seed=seed)
+    return dataclasses.replace(made, tokenizer=Tokenizer.from_tokenizers(backend, bos="<s>", adds_bos=True))
 
 
 def random_model(
