@@ -14,17 +14,17 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
     "embed": ("vocab", None),
     "head": ("vocab", None),
     "positions": (None, None),
-    "wq": (None, "heads", None),
-    "wk": (None, "kv_heads", None),
-    "wv": (None, "kv_heads", None),
-    "wo": ("heads", None, None),
+    "wq": ("heads", None, None),
+    "wk": ("kv_heads", None, None),
+    "wv": ("kv_heads", None, None),
+    "wo": (None, "heads", None),
     "bq": ("heads", None),
     "bk": ("kv_heads", None),
     "bv": ("kv_heads", None),
     "bo": (None,),
-    "gate": (None, "ffn"),
-    "up": (None, "ffn"),
-    "down": ("ffn", None),
+    "gate": ("ffn", None),
+    "up": ("ffn", None),
+    "down": (None, "ffn"),
     "b_gate": ("ffn",),
     "b_up": ("ffn",),
     "b_down": (None,),
@@ -52,7 +52,7 @@ def parameter_sharding(
         >>> from jax.sharding import PartitionSpec as P
         >>> from kvx.sharding import parameter_sharding
         >>> mesh = jax.make_mesh((1,), ("model",))
-        >>> parameter_sharding(mesh, ("layers", "wq"), (30, 576, 9, 64)).spec == P(None, None, "model", None)
+        >>> parameter_sharding(mesh, ("layers", "wq"), (30, 9, 64, 576)).spec == P(None, "model", None, None)
         True
     """
     axes = AXES.get(path[-1], ())

@@ -27,7 +27,7 @@ def bench_models(
     threads: int = 2,
     *,
     new_tokens: int = 32,
-    repeats: int = 5,
+    repeats: int = 10,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Time prefill and greedy decoding of each model, kvx and transformers + torch by turns.

@@ -68,7 +68,7 @@ def _family_fields(c: ModelConfig, kinds: list[str]) -> dict[str, Any]:
         return {
             "hidden_activation": activation,
             "layer_types": kinds,
-            "query_pre_attn_scalar": round(c.score_scale**-2, 6),
+            "query_pre_attn_scalar": _whole(c.score_scale**-2),
             "attn_logit_softcapping": c.attn_softcap,
             "final_logit_softcapping": c.final_softcap,
         }
@@ -152,11 +152,11 @@ def hf_tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
         for i in range(c.num_layers if row.per_layer else 1):
             tree = layers[i] if row.per_layer else model.params
             parts = [_stored(other, _get(tree, other)) for other in group]
-            array = np.concatenate(parts, axis=-1)
+            array = np.concatenate(parts)
             array = array - np.asarray(shift, array.dtype) if row.path[-1] == "scale" and shift else array
             name = row.name("hf", i)
             head = "" if name.startswith("lm_head") else prefix
-            yield head + name, np.ascontiguousarray(array.T if row.kind == "linear" else array)
+            yield head + name, np.ascontiguousarray(array.T if row.kind == "conv1d" else array)
 
 
 def _get(tree: dict[str, Any], row: Row) -> jax.Array:
@@ -166,5 +166,10 @@ def _get(tree: dict[str, Any], row: Row) -> jax.Array:
 
 
 def _stored(row: Row, x: jax.Array) -> np.ndarray:
-    """One parameter as matrix ``[in, out]``, or flat."""
+    """One parameter as matrix ``[out, in]``, or flat."""
     return np.asarray(x).reshape(row.matrix)
+
+
+def _whole(value: float) -> int | float:
+    """The integer that a number is but for rounding (transformers checks the type of some fields), else the number."""
+    return round(value) if abs(value - round(value)) < 1e-6 * abs(value) else round(value, 6)

@@ -25,18 +25,26 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def dot(x: Array, w: Array, bias: Array | None = None, *, contract: int = 1) -> Array:
-    """``x @ w + bias`` over the last ``contract`` axes of x and the first of w; fp32 products and sums.
+    """``x @ w.T + bias`` over the last ``contract`` axes of x and of w; fp32 products and sums.
+
+    Weights stand ``[out, in]``, as checkpoints store them: CPUs read a row of outputs in one go (12 % faster on 512
+    tokens and 28 % on one than ``[in, out]``, SmolLM2's shapes, 2 cores).
 
     Args:
         x: ``[B,T,...]`` activations.
-        w: ``[..., ...]`` weight whose leading ``contract`` axes are the trailing ones of ``x``.
-        bias: trailing axes of ``w``.
+        w: ``[..., ...]`` weight whose trailing ``contract`` axes are the trailing ones of ``x``.
+        bias: leading axes of ``w``.
     """
-    split = x.ndim - contract
-    rows, out = x.shape[:split], w.shape[contract:]
-    inner = math.prod(w.shape[:contract])
+    rows, out = x.shape[: x.ndim - contract], w.shape[: w.ndim - contract]
+    inner = math.prod(w.shape[w.ndim - contract :])
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jnp.matmul(x.reshape(-1, inner), w.reshape(inner, -1), precision=precision, preferred_element_type=jnp.float32)
+    y = jax.lax.dot_general(
+        x.reshape(-1, inner),
+        w.reshape(-1, inner),
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
     if bias is not None:
         y = y + bias.reshape(1, -1).astype(jnp.float32)
     return y.astype(x.dtype).reshape(*rows, *out)
@@ -90,8 +98,9 @@ def enter(
 def turn(x: Float[Array, "B K T D"], angles: Angles, interleaved: bool = False) -> Float[Array, "B K T D"]:
     """Apply RoPE with cosines and sines computed before; learned positions: nothing to do.
 
-    Whole heads of half-split pairs swap their halves by reversing an axis of two, which CPUs run several times faster
-    than cutting and joining; everything else goes to :func:`kvx.cache.rope.rotate_by`. Both give the same numbers.
+    Whole heads of half-split pairs are multiplied at once, beside a copy with its halves swapped (the barrier keeps
+    that copy a plain one: fused, it is computed number by number, and SmolLM2's prefill takes 5 % longer on a CPU);
+    everything else goes to :func:`kvx.cache.rope.rotate_by`. Both give the same numbers.
     """
     if angles is None:
         return x
@@ -99,10 +108,9 @@ def turn(x: Float[Array, "B K T D"], angles: Angles, interleaved: bool = False) 
     half = cos.shape[-1]
     if interleaved or 2 * half != x.shape[-1]:
         return rotate_by(x, cos, sin, interleaved=interleaved)
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
-    signed = jnp.stack([-sin, sin], axis=-2)
-    turned = pairs * cos[..., None, :] + jax.lax.rev(pairs, (pairs.ndim - 2,)) * signed
-    return turned.astype(x.dtype).reshape(x.shape)
+    swapped = jax.lax.optimization_barrier(jnp.concatenate([x[..., half:], x[..., :half]], axis=-1))
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    return (x.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(x.dtype)
 
 
 def leave(

@@ -26,9 +26,9 @@ class Model:
         params: weights. ``embed [V,M]``; ``positions [N,M]`` (learned positions only); ``final_norm {scale, bias?}``;
             ``head [V,M]`` unless tied; ``layers``: one dict whose leaves are stacked ``[L,...]`` (scanned), or a tuple
             of L dicts (unrolled; on CPUs decoding is about 1.5x faster). Per layer: ``attn_norm``, ``mlp_norm``
-            ``{scale [M], bias?}``; ``wq [M,H,D]``, ``wk [M,K,D]``, ``wv [M,K,D]``, ``wo [H,D,M]``; ``bq``, ``bk``,
+            ``{scale [M], bias?}``; ``wq [H,D,M]``, ``wk [K,D,M]``, ``wv [K,D,M]``, ``wo [M,H,D]``; ``bq``, ``bk``,
             ``bv``, ``bo`` when present; ``q_norm``, ``k_norm`` ``{scale [D]}``; ``post_attn_norm``,
-            ``post_mlp_norm``; ``gate [M,F]`` (gated only), ``up [M,F]``, ``down [F,M]``, ``b_up``, ``b_down``.
+            ``post_mlp_norm``; ``gate [F,M]`` (gated only), ``up [F,M]``, ``down [M,F]``, ``b_up``, ``b_down``.
         config: static facts.
         tokenizer: host only; ``None`` after JAX has taken the model apart.
         provenance: host only; weight and tokenizer digests.

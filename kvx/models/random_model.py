@@ -75,10 +75,10 @@ def random_model(
     def read(name: str) -> np.ndarray:
         row = rows[name]
         parts = row.part[1] if row.part else 1
-        shape = (*row.matrix[:-1], row.matrix[-1] * parts)
+        wide = row.path[-1] in ("embed", "head", "positions")
+        shape = row.matrix if wide else (*row.matrix[:0:-1], row.matrix[0] * parts)  # [in, out], or flat
         if row.path[-1] == "scale":
             return 1.0 - config.norm_offset + 0.1 * rng.standard_normal(shape, np.float32)
-        wide = row.path[-1] in ("embed", "head", "positions")
         scale = shape[0] ** -0.5 if row.kind != "plain" else 0.5 if wide else 0.1
         array = np.float32(scale) * rng.standard_normal(shape, np.float32)
         return array.T if row.kind == "linear" else array

@@ -18,8 +18,8 @@ class Row:
         path: where it stands in ``Model.params``; rows of ``layers`` stand for every layer.
         hf: its name in a transformers checkpoint without wrappers such as ``model.``; ``{i}`` is the layer.
         gguf: its name in a GGUF file, empty when the format has no place for it.
-        kind: ``"plain"`` (as is), ``"linear"`` (stored ``[out, in]``: transposed) or ``"conv1d"`` (GPT-2's
-            ``[in, out]``; GGUF files store these as ``[out, in]`` too).
+        kind: ``"plain"`` (as is), ``"linear"`` (stored ``[out, in]``, as kvx keeps it) or ``"conv1d"`` (GPT-2's
+            ``[in, out]``: transposed; GGUF files store these as ``[out, in]`` too).
         shape: shape of the parameter, per layer.
         part: ``(index, count)`` when the tensor holds several parameters side by side (GPT-2's fused q, k, v).
     """
@@ -38,11 +38,11 @@ class Row:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """Shape as stored once transposed and split: ``(in, out)`` of a projection, flat for everything else."""
+        """Shape as two axes, ``(out, in)`` of a projection; flat for everything else but embeddings."""
         if self.kind == "plain":
             return self.shape if self.path[-1] in ("embed", "head", "positions") else (math.prod(self.shape),)
-        inputs = math.prod(self.shape[:-1]) if self.path[-1] == "wo" else self.shape[0]
-        return inputs, math.prod(self.shape) // inputs
+        outputs = self.shape[0] if self.path[-1] == "wo" else math.prod(self.shape[:-1])
+        return outputs, math.prod(self.shape) // outputs
 
     def name(self, naming: str, layer: int = 0) -> str:
         """Name of the tensor in files of kind ``naming`` (``"hf"`` or ``"gguf"``)."""
@@ -74,17 +74,17 @@ def table(config: ModelConfig) -> list[Row]:
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each projection and its bias."""
     return {
-        "wq": (c.dim, c.heads, c.head_dim),
-        "wk": (c.dim, c.kv_heads, c.head_dim),
-        "wv": (c.dim, c.kv_heads, c.head_dim),
-        "wo": (c.heads, c.head_dim, c.dim),
+        "wq": (c.heads, c.head_dim, c.dim),
+        "wk": (c.kv_heads, c.head_dim, c.dim),
+        "wv": (c.kv_heads, c.head_dim, c.dim),
+        "wo": (c.dim, c.heads, c.head_dim),
         "bq": (c.heads, c.head_dim),
         "bk": (c.kv_heads, c.head_dim),
         "bv": (c.kv_heads, c.head_dim),
         "bo": (c.dim,),
-        "gate": (c.dim, c.ffn_dim),
-        "up": (c.dim, c.ffn_dim),
-        "down": (c.ffn_dim, c.dim),
+        "gate": (c.ffn_dim, c.dim),
+        "up": (c.ffn_dim, c.dim),
+        "down": (c.dim, c.ffn_dim),
         "b_gate": (c.ffn_dim,),
         "b_up": (c.ffn_dim,),
         "b_down": (c.dim,),

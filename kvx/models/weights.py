@@ -184,12 +184,12 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 
 def _convert(row: Row, tensor: Any, naming: str, dtype: Any, owned: bool) -> np.ndarray:
-    """One tensor as parameter: transposed, split, cast and shaped; an unshapeable one comes back as it is."""
+    """One tensor as parameter: turned to ``[out, in]``, split, cast and shaped; a misfit comes back as it is."""
     array = _numpy(tensor)
-    if array.ndim == 2 and (row.kind == "linear" or (row.kind == "conv1d" and naming == "gguf")):
+    if array.ndim == 2 and row.kind == "conv1d" and naming == "hf":
         array = array.T
-    if row.part is not None and array.shape[-1] % row.part[1] == 0:
-        array = np.split(array, row.part[1], axis=-1)[row.part[0]]
+    if row.part is not None and array.shape[0] % row.part[1] == 0:
+        array = np.split(array, row.part[1])[row.part[0]]
     if array.shape not in (row.shape, row.matrix):
         return array
     if owned and array.dtype == dtype and array.flags.c_contiguous:

@@ -57,12 +57,12 @@ def letter_counter(seed: int | None = None, *, adds_bos: bool = True, marker: fl
     layer = {
         "attn_norm": {"scale": np.ones(dim, np.float32)},
         "mlp_norm": {"scale": np.ones(dim, np.float32)},
-        "wq": np.zeros((dim, 1, 32), np.float32),
-        "wk": here[:, None],
-        "wv": spoken[:, None],
-        "wo": np.concatenate([np.zeros_like(half), half]).T[None] / dim**0.5,
-        **{name: np.zeros((dim, 4), np.float32) for name in ("gate", "up")},
-        "down": np.zeros((4, dim), np.float32),
+        "wq": np.zeros((1, 32, dim), np.float32),
+        "wk": here.T[None],
+        "wv": spoken.T[None],
+        "wo": np.concatenate([np.zeros_like(half), half])[:, None] / dim**0.5,
+        **{name: np.zeros((4, dim), np.float32) for name in ("gate", "up")},
+        "down": np.zeros((dim, 4), np.float32),
     }
     params = {
         "embed": np.concatenate([np.eye(vocab, dtype=np.float32), np.zeros((vocab, vocab), np.float32)], axis=1),

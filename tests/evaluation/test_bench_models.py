@@ -24,5 +24,5 @@ def test_the_twin_has_the_same_weights():
     model = random_model()
     state = torch_model(model).state_dict()
     assert (state["model.embed_tokens.weight"].numpy() == model.params["embed"]).all()
-    down = state["model.layers.1.mlp.down_proj.weight"].numpy().T
+    down = state["model.layers.1.mlp.down_proj.weight"].numpy()
     assert (down == model.params["layers"][1]["down"]).all()

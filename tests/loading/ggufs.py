@@ -67,7 +67,7 @@ def tiny(arch: str, *, seed: int = 0, **changes: Any) -> Tiny:
     rng = np.random.default_rng(seed)
     weights = {}
     for row, i in Tiny(fields, config, {}).rows():
-        shape = row.matrix[::-1] if row.kind == "linear" else row.matrix
+        shape = row.matrix[::-1] if row.kind == "conv1d" else row.matrix
         weights[row.name("hf", i)] = rng.standard_normal(shape, np.float32) * np.float32(0.3)
     return Tiny(fields, config, weights)
 

@@ -154,9 +154,9 @@ split = load_model(FOLDER, mesh=mesh, stacked=STACKED)
 jax.tree.map(np.testing.assert_array_equal, plain.params, split.params)
 layer = split.params["layers"] if STACKED else split.params["layers"][0]
 lead = (None,) if STACKED else ()
-assert layer["wq"].sharding.spec == P(*lead, None, "model", None), layer["wq"].sharding
+assert layer["wq"].sharding.spec == P(*lead, "model", None, None), layer["wq"].sharding
 assert layer["wk"].sharding.spec == P(*lead, None, None, None), layer["wk"].sharding  # 2 heads, 4 devices
-assert layer["down"].sharding.spec == P(*lead, "model", None)
+assert layer["down"].sharding.spec == P(*lead, None, "model")
 assert split.params["embed"].addressable_shards[0].data.shape == (16, 64)
 one = NamedSharding(mesh, P())
 assert load_model(FOLDER, sharding=one).params["embed"].sharding == one
@@ -254,8 +254,8 @@ class TestAdapter:
     def test_merged(self, cache: Path, tmp_path: Path) -> None:
         base = ggufs.write_folder(tmp_path / "m", ggufs.tiny("llama"))
         plain, tuned = load_model(base), load_model(base, adapter=self.write(tmp_path / "lora"))
-        change = np.asarray(tuned.params["layers"][1]["wk"] - plain.params["layers"][1]["wk"]).reshape(64, 32)
-        np.testing.assert_allclose(change, 3.0 * (self.b @ self.a).T, atol=1e-5)
+        change = np.asarray(tuned.params["layers"][1]["wk"] - plain.params["layers"][1]["wk"]).reshape(32, 64)
+        np.testing.assert_allclose(change, 3.0 * self.b @ self.a, atol=1e-5)
         np.testing.assert_array_equal(tuned.params["layers"][0]["wk"], plain.params["layers"][0]["wk"])
         assert plain.provenance and tuned.provenance and not plain.provenance.same_model(tuned.provenance)
 
@@ -264,8 +264,8 @@ class TestAdapter:
         plain = load_model(base)
         for options, scale in (({"use_rslora": True}, 6 / np.sqrt(2)), ({"alpha_pattern": {"k_proj": 4}}, 2.0)):
             tuned = load_model(base, adapter=self.write(tmp_path / "lora", **options))
-            change = np.asarray(tuned.params["layers"][1]["wk"] - plain.params["layers"][1]["wk"]).reshape(64, 32)
-            np.testing.assert_allclose(change, scale * (self.b @ self.a).T, atol=1e-5)
+            change = np.asarray(tuned.params["layers"][1]["wk"] - plain.params["layers"][1]["wk"]).reshape(32, 64)
+            np.testing.assert_allclose(change, scale * self.b @ self.a, atol=1e-5)
 
     def test_an_adapter_folder_finds_its_base(self, cache: Path, tmp_path: Path) -> None:
         base = ggufs.write_folder(tmp_path / "m", ggufs.tiny("llama"))
