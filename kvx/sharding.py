@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 # Logical axis -> mesh axis. Everything else is replicated; so is an axis that the mesh axis does not divide.
 RULES: Mapping[str, str] = {"heads": "model", "kv_heads": "model", "ffn": "model", "vocab": "model", "batch": "data"}
@@ -33,13 +33,29 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
+def automatic(mesh: Mesh) -> Mesh:
+    """The same devices and axes, sharded by the compiler.
+
+    ``jax.make_mesh`` makes Explicit axes, whose types refuse to contract or gather over a sharded axis; a mesh that is
+    Auto already comes back as it is.
+
+    Example:
+        >>> import jax
+        >>> from kvx.sharding import automatic
+        >>> {str(kind) for kind in automatic(jax.make_mesh((1,), ("model",))).axis_types}
+        {'Auto'}
+    """
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return mesh if mesh.axis_types == kinds else Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
 def parameter_sharding(
     mesh: Mesh, path: tuple[str, ...], shape: tuple[int, ...], rules: Mapping[str, str] = RULES
 ) -> NamedSharding:
     """Layout of one parameter over a mesh: tensor parallelism over heads, feed-forward width and vocabulary.
 
     Args:
-        mesh: device mesh; a rule whose axis it lacks is skipped.
+        mesh: device mesh, of Auto or Explicit axes (taken as Auto); a rule whose axis it lacks is skipped.
         path: where the parameter stands in ``Model.params``, such as ``("layers", "wq")``.
         shape: its shape, with or without a leading layer axis.
         rules: logical axis -> mesh axis.
@@ -58,7 +74,7 @@ def parameter_sharding(
     axes = AXES.get(path[-1], ())
     axes = (None,) * (len(shape) - len(axes)) + tuple(axes)
     return NamedSharding(
-        mesh, PartitionSpec(*(_mesh_axis(mesh, rules, a, n) for a, n in zip(axes, shape, strict=True)))
+        automatic(mesh), PartitionSpec(*(_mesh_axis(mesh, rules, a, n) for a, n in zip(axes, shape, strict=True)))
     )
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.export import export
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -216,7 +217,7 @@ def test_translate_is_pure(source, target, mapper) -> None:
     plain = kvx.translate(mapper, cache, alignment)
     jitted = jax.jit(kvx.translate)(mapper, cache, alignment)
     np.testing.assert_allclose(jitted.keys(1), plain.keys(1), atol=1e-6)
-    exported = jax.export.export(jax.jit(lambda k, a: kvx.translate(mapper, k, a).groups[0].v))(cache, alignment)
+    exported = export(jax.jit(lambda k, a: kvx.translate(mapper, k, a).groups[0].v))(cache, alignment)
     np.testing.assert_allclose(exported.call(cache, alignment), plain.groups[0].v, atol=1e-6)
     grad = jax.grad(lambda c: (kvx.translate(mapper, c, alignment).groups[0].k ** 2).sum(), allow_int=True)(cache)
     assert float(jnp.abs(grad.groups[0].k).max()) > 0

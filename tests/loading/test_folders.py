@@ -148,6 +148,7 @@ SHARDED = """
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from kvx.models.load import load_model
+from kvx.models.prefill import prefill
 mesh = jax.make_mesh((2, 4), ("data", "model"))
 plain = load_model(FOLDER, stacked=STACKED)
 split = load_model(FOLDER, mesh=mesh, stacked=STACKED)
@@ -158,6 +159,9 @@ assert layer["wq"].sharding.spec == P(*lead, "model", None, None), layer["wq"].s
 assert layer["wk"].sharding.spec == P(*lead, None, None, None), layer["wk"].sharding  # 2 heads, 4 devices
 assert layer["down"].sharding.spec == P(*lead, None, "model")
 assert split.params["embed"].addressable_shards[0].data.shape == (16, 64)
+tokens = np.arange(10, dtype=np.int32)[None]
+caches = [prefill(model, tokens) for model in (plain, split)]
+np.testing.assert_allclose(caches[0].groups[0].v, caches[1].groups[0].v, atol=2e-5)
 one = NamedSharding(mesh, P())
 assert load_model(FOLDER, sharding=one).params["embed"].sharding == one
 rule = lambda path, shape: NamedSharding(mesh, P("model") if shape[0] % 4 == 0 and path[-1] == "embed" else P())
