@@ -17,6 +17,7 @@ from kvx.errors import KvxError
 from kvx.evaluation.metrics import Estimate
 
 Decision = Literal["use", "reprefill"]
+_ANSWERING = ("translated", "native", "source_alone")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +148,8 @@ def judge(evidence: Evidence, thresholds: Thresholds | None = None) -> Verdict:
     counted = evidence.contexts >= bars.min_contexts or evidence.question_contexts >= bars.min_questions
     failed = [gate.reason for gate in gates if gate.passed is False]
     unknown = [gate.reason for gate in gates[:2] if gate.passed is None]
+    if evidence.question_contexts >= bars.min_questions and (absent := _absent(evidence)):
+        unknown.append(f"answers were not measured in every arm: F1 of {', '.join(absent)} is missing")
     met = [gate.reason for gate in gates if gate.passed]
     rest = [gate.reason for gate in gates[2:] if gate.passed is None and gate.reason]
     if not counted:
@@ -170,12 +173,16 @@ def _share(name: str, estimate: Estimate | None, bar: float, contexts: int, mini
     return _Gate(met, f"{name} {estimate}: lower end {'meets' if met else 'misses'} {bar:g}")
 
 
+def _absent(evidence: Evidence) -> list[str]:
+    """Arms without an F1."""
+    return [name for name in _ANSWERING if name not in evidence.f1]
+
+
 def _beats_source(evidence: Evidence, bars: Thresholds) -> _Gate:
     """Where the native target answers better than the source, the translated target must too: else ask the source."""
-    names = ("translated", "native", "source_alone")
-    if evidence.question_contexts < bars.min_questions or not all(name in evidence.f1 for name in names):
+    if evidence.question_contexts < bars.min_questions or _absent(evidence):
         return _Gate(None, "")
-    translated, native, source = (evidence.f1[name] for name in names)
+    translated, native, source = (evidence.f1[name] for name in _ANSWERING)
     figures = f"F1 translated {translated:.2f}, source alone {source:.2f}, native {native:.2f}"
     if native <= source:
         return _Gate(None, f"{figures}: the source answers at least as well as the native target, so it sets no bar")

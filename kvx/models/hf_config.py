@@ -119,12 +119,16 @@ def _layer_types(fields: Fields, layers: int, default: Callable[[int], bool]) ->
 def _rope(fields: Fields, layer_type: str, head_dim: int) -> RopeSpec:
     """RoPE of one layer type."""
     given = fields.get("rope_parameters") or {}
+    local = layer_type == "sliding_attention" and "rope_local_base_freq" in fields
     if any(isinstance(value, Mapping) for value in given.values()):
         if not isinstance(given.get(layer_type), Mapping):
             raise KvxError(f"rope_parameters has no entry for {layer_type}; expected one per layer type of the model.")
-        given = given[layer_type]
-    local = layer_type == "sliding_attention" and "rope_local_base_freq" in fields
-    rope = dict(given) if given or local else dict(fields.get("rope_scaling") or {})
+        rope = dict(given[layer_type])
+    else:  # one entry for all layers, except local ones that have a base of their own
+        scaling = dict(fields.get("rope_scaling") or {})
+        if "type" in scaling:
+            scaling.setdefault("rope_type", scaling["type"])
+        rope = {} if local else {**given, **scaling}
     theta = rope.get("rope_theta", fields.get("rope_local_base_freq" if local else "rope_theta"))
     if theta is None:
         raise KvxError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -111,10 +112,17 @@ def _add_slots(group: CacheGroup, more: int) -> CacheGroup:
 
 
 def _integers(name: str, x: Any) -> Array:
-    x = x if hasattr(x, "dtype") else np.asarray(x)
+    x = _on_host(x) if hasattr(x, "dtype") else np.asarray(x)
     if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer) or x.shape[1] == 0:
         raise KvxError(f"{name} are {x.dtype}{tuple(x.shape)}; expected integers [batch, tokens], at least one token.")
     return x.astype(np.int32)
+
+
+def _on_host(x: Any) -> Any:
+    """Ids that lie whole on one device, as numpy: padding them on the device would compile once for every length."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or len(x.sharding.device_set) > 1:
+        return x
+    return np.asarray(x)
 
 
 def _check(c: ModelConfig, tokens: Array, cache: KVCache | None, positions: Array | None) -> None:

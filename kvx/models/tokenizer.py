@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -54,7 +53,7 @@ class Encoding:
     @property
     def tokens(self) -> jax.Array:
         """The ids as a batch of one: int32 ``[1,T]``."""
-        return jnp.asarray(self.ids[None])
+        return jax.device_put(np.array(self.ids[None]))  # jnp.asarray would compile a copy for every length
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -185,7 +184,8 @@ class Tokenizer:
 
         Args:
             text: any Unicode text; special tokens written in it (``<|im_end|>``) are read as such.
-            bos: start with BOS: ``None`` as the model expects. A text that already begins with it gets no second one.
+            bos: start with BOS: ``None`` as the model expects. A text that already begins with it gets no second one;
+                with ``False`` it loses its own, where the model expects one: it stands at the start already.
 
         Raises:
             KvxError: not a str, a lone surrogate, or ``bos=True`` without a BOS token.
@@ -231,7 +231,7 @@ class Tokenizer:
         tokens = np.full((len(rows), length), -1, np.int32)
         for row, out in zip(rows, tokens, strict=True):
             out[: len(row)] = row
-        return jnp.asarray(tokens)
+        return jax.device_put(tokens)  # jnp.asarray would compile a copy for every length
 
     def decode(self, tokens: Sequence[int] | np.ndarray | jax.Array, *, skip_special: bool = True) -> str:
         """Text of one row of token ids (``[T]`` or ``[1,T]``); negative ids (padding) are dropped.
@@ -328,6 +328,8 @@ class Tokenizer:
             ids = np.concatenate([np.array([self.bos_id], np.int32), ids])
             offsets = np.concatenate([np.zeros((1, 2), np.int64), offsets])
             ends = np.concatenate([np.array([-np.inf]), ends])
+        elif not lead and self.adds_bos and len(ids) and ids[0] == self.bos_id:
+            ids, offsets, ends = ids[1:], offsets[1:], ends[1:]
         return Encoding(ids, offsets.astype(np.int32), ends, int(lead), len(points))
 
     @functools.cached_property

@@ -99,17 +99,19 @@ def test_sliding_layers_start_where_their_window_does() -> None:
 
 
 def test_windows_of_512_hold_511_keys_after_700_tokens() -> None:
-    """CASE 35, on numbers instead of a model."""
-    where = geometry((512,) * 5 + (None,), heads=1)
-    theirs = DynamicCache(config=gemma(window=512))
+    """CASE 35, on numbers instead of a model: 15 sliding layers and 3 global ones, in Gemma 3's order."""
+    where = geometry(((512,) * 5 + (None,)) * 3, heads=1)
+    theirs = DynamicCache(config=gemma(((SLIDING,) * 5 + (FULL,)) * 3, window=512))
     x = torch.ones(1, 1, 700, 4)
-    for i in range(6):
+    for i in range(18):
         theirs.update(x, x, i)
-    assert [layer.keys.shape[2] for layer in theirs.layers] == [511] * 5 + [700]
+    held, starts = ([511] * 5 + [700]) * 3, ([189] * 5 + [0]) * 3
+    assert [layer.keys.shape[2] for layer in theirs.layers] == held and theirs.get_seq_length() == 700
     cache = from_transformers(theirs, where)
-    assert [int(cache.layer(i).pos.min()) for i in range(6)] == [189] * 5 + [0]
+    assert [int(cache.layer(i).pos.min()) for i in range(18)] == starts
+    assert cache.next_position().tolist() == [700]
     back = to_transformers(cache)
-    assert [layer.keys.shape[2] for layer in back.layers] == [511] * 5 + [700]
+    assert [layer.keys.shape[2] for layer in back.layers] == held
     assert {layer.get_seq_length() for layer in back.layers} == {700}
 
 

@@ -153,6 +153,13 @@ def test_another_fit_of_the_same_shape_does_not_retrace(name: str) -> None:
     assert len(traces) == 1
 
 
+def test_case_8_every_product_names_the_highest_precision(mapper: CacheMap) -> None:
+    text = jax.jit(kvx.translate).lower(mapper, batch().source, batch().alignment).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert bool(products) == (mapper.method != kvx.identity().method)
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
 def test_checkpoint_round_trip(mapper: CacheMap, tmp_path) -> None:
     again = kvx.load(kvx.save(tmp_path / "map", mapper))
     assert again.digest == mapper.digest and again.method == mapper.method

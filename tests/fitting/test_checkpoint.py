@@ -126,8 +126,11 @@ def test_missing_changed_and_added_files_are_refused(saved: Path) -> None:
 
 
 def test_case_29_no_partial_load_and_no_cast(saved: Path) -> None:
-    """Fewer arrays, another shape or another dtype in the manifest than in the files: an error, never a cast."""
+    """More or fewer arrays, another shape or dtype in the manifest than in the files: an error, never a cast."""
     name = "params.keys.0.gather"
+
+    def ask(manifest) -> None:
+        manifest["arrays"]["params.keys.1.gather"] = manifest["arrays"][name]
 
     def drop(manifest) -> None:
         del manifest["arrays"][name]
@@ -139,7 +142,7 @@ def test_case_29_no_partial_load_and_no_cast(saved: Path) -> None:
         manifest["arrays"]["params.keys.0.mean"]["shape"][0] = 1
 
     original = (saved / "manifest.json").read_text()
-    for change in (drop, cast, cut):
+    for change in (ask, drop, cast, cut):
         edit(saved, change)
         with pytest.raises(KvxError, match="in the files and"):
             kvx.load(saved)

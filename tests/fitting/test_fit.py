@@ -74,6 +74,7 @@ def test_the_report_prints_and_turns_into_json() -> None:
     console.print(report)
     text = console.file.getvalue()
     assert "target layer" in text and "held-out R2" in text
+    assert "condition" in text and f"{report.condition:.0e}" in text and 1.0 < report.condition < 1e6
     plain = json.loads(json.dumps(report.to_json()))
     assert plain["entries"][0]["source_layers"] == [0, 1]
     assert plain["rows"] == report.rows
@@ -141,6 +142,18 @@ def test_an_entry_of_one_head_matches_its_own_regression() -> None:
     np.testing.assert_allclose(fitted.covariance[0], np.cov((xc @ wanted).T, bias=True), atol=1e-4)
     assert fitted.report.r2_fit == pytest.approx(1 - ((yc - xc @ wanted) ** 2).sum() / (yc**2).sum(), abs=1e-4)
     assert len(fitted.report.r2_held_out) == 1
+
+
+def test_case_4_a_fit_that_cannot_be_solved_names_layer_and_heads() -> None:
+    """Two source layers whose Gram is [[1, 2], [2, 1]] in blocks: an error that says where, never NaN."""
+    moments, held = gathered(toy_pairs())
+    own, joint, last = moments.total.xx
+    joint = joint.at[:, :16].set(2 * moments.total.weight * jnp.eye(16))
+    broken = dataclasses.replace(moments, total=dataclasses.replace(moments.total, xx=(own, joint, last)))
+    entry = Entry(1, 0, (0, 1), 6, ((0, 0, 16), (1, 0, 16)))
+    for ridges, aside in (([1e-3], None), ([1e-3, 1e-2], held)):
+        with pytest.raises(KvxError, match="target layer 1, head 0, keys.*not positive definite"):
+            regress(broken, aside, [entry], ridges)
 
 
 def test_held_out_scores_match_a_direct_count() -> None:

@@ -12,7 +12,9 @@ import pytest
 from kvx.errors import KvxError
 from kvx.fitting.moments import accumulate, make_pivot, merge, start, zeros
 from kvx.fitting.normal import Normals
+from kvx.fitting.pairs import rows_of
 from kvx.fitting.plan import Plan
+from kvx.fitting.synthetic import toy_pairs
 
 PLAN = Plan.create([(3, 2), (4, 4), (2, 2)], [(3, 3), (2, 2)])
 ALL = (0, 1, 2)
@@ -92,6 +94,24 @@ def test_case_3_same_coefficients_for_n_and_100_n_rows_and_any_scale() -> None:
     np.testing.assert_allclose(large_bias, bias, rtol=1e-4)
 
 
+def test_case_3_duplicated_features_share_their_coefficients() -> None:
+    """Features 4 and 5 repeat 0 and 1: finite, the same for N and 100 N rows and for 1000 X, the pair split evenly."""
+    rng = np.random.default_rng(11)
+    base = rng.normal(size=(2000, 4)).astype(np.float32)
+    x = np.concatenate([base, base[:, :2]], axis=1)
+    y = (base @ rng.normal(size=(4, 2)) + 0.1 * rng.normal(size=(2000, 2))).astype(np.float32)
+    plan = Plan.create([(6,)], [(2,)])
+    ones = np.ones(2000, np.float32)
+    once, _ = fit(stream(x, y, ones, 500, plan), (0,), 0, 0.01)
+    many, _ = fit(stream(np.tile(x, (100, 1)), np.tile(y, (100, 1)), np.tile(ones, 100), 2000, plan), (0,), 0, 0.01)
+    large, _ = fit(stream(1000 * x, y, ones, 500, plan), (0,), 0, 0.01)
+    xc, yc = x.astype(np.float64) - x.mean(axis=0), y - y.mean(axis=0)
+    gram = xc.T @ xc
+    wanted = np.linalg.solve(gram + 0.01 * np.diag(np.diag(gram)), xc.T @ yc)
+    for got in (once, many, 1000 * large):
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
 def test_case_5_accumulators() -> None:
     """4096 ones make 4096, and a Gram streamed over 256 bf16 batches keeps its digits."""
     plan = Plan.create([(1,)], [(1,)])
@@ -138,6 +158,8 @@ def test_case_6_padding_and_nan_rows_change_nothing() -> None:
     two = jnp.array([[1.0], [jnp.nan]])
     moments = start(plan, two, two, jnp.array([1.0, 0.0]))
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(moments))
+    one = Normals(moments)
+    assert (one.rows, one.weight, one.mean((0,)).tolist(), one.gram((0,)).tolist()) == (1, 1.0, [1.0], [[0.0]])
 
 
 def test_case_7_a_large_mean_is_recovered_as_bias() -> None:
@@ -147,6 +169,7 @@ def test_case_7_a_large_mean_is_recovered_as_bias() -> None:
     truth, bias = rng.normal(size=(3, 2)), np.array([1e4, -2e4])
     got, got_bias = fit(stream(x, (x @ truth + bias).astype(np.float32), np.ones(400, np.float32), 100, plan), (0,), 0)
     np.testing.assert_allclose(got, truth, atol=2e-3)
+    np.testing.assert_allclose(got_bias, bias, rtol=1e-4)
     np.testing.assert_allclose(x[:5] @ got + got_bias, x[:5] @ truth + bias, rtol=1e-6)
 
 
@@ -157,6 +180,12 @@ def test_case_8_every_product_names_the_highest_precision() -> None:
     products = re.findall(r"stablehlo\.dot_general.*", text)
     assert len(products) >= 2 * len(PLAN.sources) + 4
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
+def test_case_8_rows_are_made_without_products() -> None:
+    """What a batch goes through before the sums has no matrix product that could run in bf16."""
+    text = jax.jit(rows_of).lower(next(iter(toy_pairs(batches=1)))).as_text()
+    assert "stablehlo.gather" in text and "stablehlo.dot_general" not in text
 
 
 def test_merging_equals_one_run() -> None:

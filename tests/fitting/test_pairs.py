@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 import kvx
+from kvx import pipeline
 from kvx.cache.provenance import Provenance
 from kvx.errors import KvxError
 from kvx.fitting.pairs import rows_of
 from kvx.mappers import full_head
+from kvx.models.buckets import bucket_length
 from kvx.models.config import tiny_config
 from kvx.models.random_model import random_model
 from kvx.models.tokenizer import Tokenizer
@@ -132,6 +135,15 @@ def test_a_target_without_bos_reads_its_end_token_first(source, target) -> None:
     assert len({p.digest for p in (back, none, two)}) == 3
 
 
+def test_case_25_a_bos_written_in_the_text_shifts_nothing(target) -> None:
+    """The target's BOS is its prefix: the one in the text must not become a second one at position 1."""
+    (plain,), (marked,) = (
+        kvx.pairs(target, target, text, max_length=64, batch_size=1) for text in ("the cat sat", "<s>the cat sat")
+    )
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(marked), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_bad_requests_are_refused(source, target) -> None:
     for change, match in (
         ({"texts": [" ", ""]}, "no text"),
@@ -182,6 +194,8 @@ def test_handoff_streams_stops_and_reports(source, target, mapper) -> None:
     middle = whole.text[4:6]
     cut = kvx.handoff(source, target, mapper, context, " then", max_new_tokens=12, stop_tokens=(), stop=[middle])
     assert cut.text == whole.text[: whole.text.index(middle)]
+    marked = kvx.handoff(source, target, mapper, context, "<s> then", max_new_tokens=12, stop_tokens=())
+    assert marked.tokens == whole.tokens  # case 25: no second BOS amid the text
     for context, question in (("", "x"), ("x", "")):
         with pytest.raises(KvxError, match="not empty"):
             kvx.handoff(source, target, mapper, context, question)
@@ -223,6 +237,27 @@ def test_translate_is_pure(source, target, mapper) -> None:
     assert float(jnp.abs(grad.groups[0].k).max()) > 0
     rotated = kvx.translate(mapper, rotate(cache), alignment)
     np.testing.assert_allclose(rotated.keys(1), plain.keys(1), atol=1e-4)
+
+
+def test_case_32_64_lengths_compile_three_times(source, caplog) -> None:
+    """Contexts of 1 to 64 tokens, from text to translated cache: beyond 16, 32 and 64 nothing is compiled."""
+    mapper, before = kvx.identity(), pipeline._translate._cache_size()
+
+    def move(length: int) -> None:
+        text = " ".join(["cat"] * length)
+        for tokens in (source.encode(text).tokens, source.tokenizer.encode_batch([text])):
+            cache = kvx.prefill(source, tokens)
+        moved = kvx.translate(mapper, cache, kvx.align(source, source, text))
+        assert moved.groups[0].slots == bucket_length(length)
+        assert moved.next_position().tolist() == [length]
+
+    for length in (16, 32, 64):
+        move(length)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for length in range(1, 65):
+            move(length)
+    assert not [record.message for record in caplog.records if "Compiling" in record.message]
+    assert pipeline._translate._cache_size() - before == 3
 
 
 def rotate(cache):

@@ -229,15 +229,16 @@ def test_conversion_happens_once(cache: Path, tmp_path: Path, monkeypatch: pytes
     assert first.provenance.same_model(second.provenance)
 
 
-def test_same_name_other_weights(cache: Path, tmp_path: Path) -> None:
+def test_same_name_other_weights(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 17: a perturbed copy under the same name, of the same size and time, is another model."""
+    monkeypatch.setattr("kvx.models.disk_cache.BLOCK", 1024)  # digests of files this small are remembered, too
     path = ggufs.write(tmp_path / "m.gguf", "llama", ggufs.tiny("llama", seed=0))
     facts = path.stat()
     first = load_model(path)
     other = ggufs.write(tmp_path / "other.gguf", "llama", ggufs.tiny("llama", seed=1))
     path.write_bytes(other.read_bytes())
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-    assert path.stat().st_size == facts.st_size
+    assert path.stat().st_size == facts.st_size and list((cache / "digests").iterdir())
     second = load_model(path)
     assert first.provenance.model == second.provenance.model
     assert not first.provenance.same_model(second.provenance)

@@ -8,6 +8,7 @@ import transformers
 from kvx.errors import KvxError
 from kvx.models.export import to_hf_config
 from kvx.models.hf_config import from_hf_config
+from kvx.models.weight_table import table
 
 LLAMA = {
     "model_type": "llama",
@@ -42,6 +43,13 @@ def test_rope_base_of_a_transformers_5_object():
     assert from_hf_config(made).ropes[0].theta == 500000.0
 
 
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_rope_scaling_beside_rope_parameters_is_not_lost(key):
+    base = {"rope_theta": 500000.0, "rope_type": "default"}
+    config = from_hf_config({**LLAMA, "rope_parameters": base, "rope_scaling": {key: "linear", "factor": 8.0}})
+    assert {(rope.theta, rope.kind, rope.factor) for rope in config.ropes} == {(500000.0, "linear", 8.0)}
+
+
 def test_no_rope_base_is_refused():
     with pytest.raises(KvxError, match="no RoPE base"):
         from_hf_config(LLAMA)
@@ -64,7 +72,11 @@ def test_unknown_family_activation_and_missing_fields():
 
 def test_head_dim_is_not_hidden_over_heads():
     fields = {**LLAMA, "model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "rope_theta": 1e6}
-    assert from_hf_config({**fields, "head_dim": 128}).head_dim == 128
+    given = from_hf_config({**fields, "num_key_value_heads": 8, "head_dim": 128})
+    assert given.head_dim == 128 and given.geometry.layers[0].shapes == (8, 128, 128)
+    assert given.ropes[0].dim == 128 and given.score_scale == 128**-0.5
+    shapes = {row.path[-1]: row.shape for row in table(given) if row.per_layer}
+    assert shapes["wq"] == (16, 128, 1024) and shapes["wo"] == (1024, 16, 128) and shapes["wk"] == (8, 128, 1024)
     assert from_hf_config(fields).head_dim == 128  # the family's default, as in transformers
     assert from_hf_config({**LLAMA, "rope_theta": 1e4}).head_dim == 8
 
@@ -76,6 +88,26 @@ def test_gemma_has_two_bases_and_scales_only_the_global_one():
     assert [rope.kind for rope in config.ropes] == ["default"] * 5 + ["linear"]
     assert [rope.factor for rope in config.ropes] == [1.0] * 5 + [8.0]
     assert config.windows == (512,) * 5 + (None,)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            }
+        },
+    ],
+    ids=["top level", "one entry", "per layer type"],
+)
+def test_gemma_local_layers_keep_their_base_however_it_is_written(rope):
+    config = from_hf_config({"model_type": "gemma3_text", "num_hidden_layers": 6, **rope})
+    found = [(spec.theta, spec.kind, spec.factor) for spec in config.ropes]
+    assert found == [(1e4, "default", 1.0)] * 5 + [(1e6, "linear", 8.0)]
 
 
 def test_gemma_legacy_names_and_the_multimodal_wrapper():

@@ -37,6 +37,9 @@ def test_case_25_bos_is_added_once_when_the_model_wants_it(zoo):
     assert without.ids.tolist() == encoding.ids[1:].tolist() and without.prefix == 0
     twice = llama.encode("<|begin_of_text|>the fox")
     assert twice.ids.tolist() == encoding.ids.tolist() and twice.prefix == 1
+    behind = llama.encode("<|begin_of_text|>the fox", bos=False)  # what follows a BOS that stands already
+    assert behind.ids.tolist() == without.ids.tolist() and behind.prefix == 0
+    assert behind.offsets.tolist() == (without.offsets + len("<|begin_of_text|>")).tolist()
 
 
 def test_case_25_bos_is_not_added_where_the_model_does_not_want_it(zoo):
@@ -46,6 +49,8 @@ def test_case_25_bos_is_not_added_where_the_model_does_not_want_it(zoo):
     asked = gpt2.encode("the", bos=True)
     assert asked.ids[0] == gpt2.bos_id and asked.prefix == 1
     assert asked.ids[1:].tolist() == gpt2.encode("the").ids.tolist()
+    turn = zoo["smollm2"].encode("<|im_start|>the", bos=False)  # its BOS opens every turn: it stays
+    assert turn.ids[0] == zoo["smollm2"].bos_id and not zoo["smollm2"].adds_bos
 
 
 def test_prefix_is_bos_else_eos_else_nothing(zoo):
