@@ -44,6 +44,9 @@ def test_unrotate_inverts_at_position_32000(interleaved: bool) -> None:
     pos = jnp.array([[31_998, 31_999, 32_000]] * 2)[:, None]
     back = unrotate(rotate(k, pos, spec), pos, spec)
     assert float(jnp.abs(back - k).max()) < 4e-6
+    exact = np.asarray(pos, np.float32)[..., None] * frequencies(spec).reshape(1, 1, 1, -1)  # fp32, whatever kvx uses
+    turned = rotate_by(k, jnp.asarray(np.cos(exact)), jnp.asarray(np.sin(exact)), interleaved=interleaved)
+    assert float(jnp.abs(unrotate(turned, pos, spec) - k).max()) < 4e-6
     angle = pos.astype(jnp.bfloat16)[..., None] * jnp.asarray(frequencies(spec), jnp.bfloat16).reshape(1, 1, 1, -1)
     angle = angle.astype(jnp.float32)
     rough = rotate_by(rotate(k, pos, spec), jnp.cos(angle), -jnp.sin(angle), interleaved=interleaved)
