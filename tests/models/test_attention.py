@@ -123,6 +123,11 @@ def test_query_heads_0011():
     part = LayerView(jnp.ones((1, 2, 1, 3)), v, jnp.zeros((1, 1, 1), jnp.int32))
     out = attend(jnp.ones((1, 4, 1, 3)), [part], jnp.zeros((1, 1), jnp.int32), scale=1.0)
     assert out[0, :, 0, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    q = 50.0 * jnp.array([[1, 0], [0, 1], [1, 0], [0, 1]], jnp.float32)[None, :, None]  # even heads read slot 0
+    k, v = jnp.stack([jnp.eye(2)] * 2)[None], jnp.array([[1.0, 2.0], [3.0, 4.0]])[None, ..., None]
+    part = LayerView(k, v, jnp.zeros((1, 1, 2), jnp.int32))
+    out = attend(q, [part], jnp.zeros((1, 1), jnp.int32), scale=1.0)
+    np.testing.assert_allclose(out.ravel(), [1.0, 2.0, 3.0, 4.0], atol=1e-6)
 
 
 def test_slot_order_does_not_matter():
