@@ -30,7 +30,7 @@ class FitSettings(Common):
     choice: Literal["nearest", "best"] = "nearest"
     """Source layers by depth, or by their score on held-out moments."""
     ridge: float | None = 1e-3
-    """Ridge on the scaled Gram (no unit); None: chosen by explained variance on held-out moments, which shrinks more."""
+    """Ridge on the scaled Gram (no unit); None: chosen by held-out explained variance, which shrinks more."""
     held_out: float = 0.1
     """Share of the fitted sequences that only chooses the ridge and layers (0 to 1)."""
     rule: Literal["covering", "causal", "overlap"] = "covering"

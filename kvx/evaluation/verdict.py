@@ -150,6 +150,8 @@ def judge(evidence: Evidence, thresholds: Thresholds | None = None) -> Verdict:
     unknown = [gate.reason for gate in gates[:2] if gate.passed is None]
     if evidence.question_contexts >= bars.min_questions and (absent := _absent(evidence)):
         unknown.append(f"answers were not measured in every arm: F1 of {', '.join(absent)} is missing")
+    if evidence.attention_cosine is None:
+        unknown.append("the attention-output cosine was not measured; evaluate with cosine=True and passages")
     met = [gate.reason for gate in gates if gate.passed]
     rest = [gate.reason for gate in gates[2:] if gate.passed is None and gate.reason]
     if not counted:

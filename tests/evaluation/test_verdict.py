@@ -35,6 +35,12 @@ def test_case_9_retention_of_one_on_five_conversations_is_no_verdict():
     assert "5 different contexts" in verdict.reasons[0] and "fewer than 30" in verdict.reasons[0]
 
 
+def test_a_gate_that_was_not_measured_gives_no_verdict():
+    assert judge(GOOD).decision == "use"
+    verdict = judge(_with(attention_cosine=None))
+    assert verdict.decision is None and "attention-output cosine was not measured" in verdict.reasons[0]
+
+
 @pytest.mark.parametrize("arm", ["native", "translated", "source_alone"])
 def test_case_9_an_arm_that_was_not_run_gives_no_verdict(arm: str):
     verdict = judge(_with(f1={name: f1 for name, f1 in GOOD.f1.items() if name != arm}))
