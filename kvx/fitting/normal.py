@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -107,16 +108,20 @@ class Normals:
         Raises:
             KvxError: the moments were not gathered for this pair.
         """
-        columns, rows = self._outputs(target, block), []
+        return self.cross_columns(parts, self._outputs(target, block))
+
+    def cross_columns(self, parts: Sequence[Part], columns: slice) -> np.ndarray:
+        """Like :meth:`cross`, with any range of all outputs (target layers in order, keys before values)."""
+        rows = []
         means = [(o.y_mean[columns], share) for o, share in zip(self._own, self._shares, strict=True)]
         nu = _add(share * mean for mean, share in means)
         for layer, first, stop in self._ranges(parts):
             mu = self._mean(layer)
             own = (
-                share * (o.cross(layer, target, columns) + np.outer(o.mean(layer) - mu, mean - nu))
+                share * (o.cross(layer, first, stop, columns) + np.outer((o.mean(layer) - mu)[first:stop], mean - nu))
                 for o, (mean, share) in zip(self._own, means, strict=True)
             )
-            rows.append(_add(own)[first:stop])
+            rows.append(_add(own))
         return np.concatenate(rows)
 
     def output_mean(self, target: int, block: int | None = None) -> np.ndarray:
@@ -220,19 +225,27 @@ class _Own:
             self._blocks.popitem(last=False)
         return block
 
-    def cross(self, layer: int, target: int, columns: slice) -> np.ndarray:
-        """Covariance of a source layer's features with some of a target layer's outputs."""
-        first, stop = self.plan.cross[layer]
-        if not first <= target < stop:
+    def cross(self, layer: int, first: int, stop: int, columns: slice) -> np.ndarray:
+        """Covariance of a range of a source layer's features with a range of all outputs."""
+        starts = self.plan.y_starts
+        a, b = self.plan.cross[layer]
+        if not starts[a] <= columns.start < columns.stop <= starts[b]:
+            wanted = columns.start if columns.start < starts[a] else columns.stop - 1
             raise KvxError(
-                f"these moments hold no products of source layer {layer} and target layer {target}; gather them with a "
-                "reach that joins both."
+                f"these moments hold no products of source layer {layer} and target layer "
+                f"{bisect.bisect_right(starts, wanted) - 1}; gather them with a reach that joins both."
             )
-        origin = self.plan.y_starts[first]
-        inside = slice(columns.start - origin, columns.stop - origin)
-        raw = self._sum(lambda s: np.asarray(s.xy[layer])[:, inside]) / self.weight
-        raw -= np.outer(self._z[self._x(layer)], self._u[columns])
-        return self._unwhiten(layer).T @ (raw * self._y_std[columns])
+        inside = slice(columns.start - starts[a], columns.stop - starts[a])
+        back = self._unwhiten(layer)[:, first:stop]
+        rows = self._block_rows(layer, first, stop)
+        raw = self._sum(lambda s: np.asarray(s.xy[layer])[rows, inside]) / self.weight
+        raw -= np.outer(self._z[self._x(layer)][rows], self._u[columns])
+        return back[rows].T @ (raw * self._y_std[columns])
+
+    def _block_rows(self, layer: int, first: int, stop: int) -> slice:
+        """The whitened coordinates that a range of a layer's features depends on: those of the blocks it touches."""
+        edges = np.cumsum([0, *self.plan.sources[layer]]).tolist()
+        return slice(edges[bisect.bisect_right(edges, first) - 1], edges[bisect.bisect_left(edges, stop)])
 
     def output_covariance(self, index: int, columns: slice) -> np.ndarray:
         """Covariance of one block of outputs."""
