@@ -156,7 +156,8 @@ MAPPERS: dict[str, MapperCase] = {
     "full_head, all layers": MapperCase(_fitted(full_head(layers="all", ridge=1e-6))),
     "full_head, best layers": MapperCase(_fitted(full_head(layers=1, choice="best"))),
     "full_head, own kind": MapperCase(_fitted(full_head(layers=2, inputs="same")), exact=False),
-    "head_matched": MapperCase(_fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET, reads=2))),
+    "head_matched": MapperCase(_fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET)), exact=False),
+    "head_matched, widened": MapperCase(_fitted(head_matched(layers=1, ridge=1e-6))),
     "head_matched, by index": MapperCase(
         _fitted(head_matched(layers=1, inputs="same", heads="index", choice="best", ridge=0.1)), exact=False
     ),

@@ -108,7 +108,7 @@ class Normals:
         Raises:
             KvxError: the moments were not gathered for this pair.
         """
-        return self.cross_columns(parts, self._outputs(target, block))
+        return self.cross_columns(parts, self.output_columns(target, block))
 
     def cross_columns(self, parts: Sequence[Part], columns: slice) -> np.ndarray:
         """Like :meth:`cross`, with any range of all outputs (target layers in order, keys before values)."""
@@ -124,14 +124,23 @@ class Normals:
             rows.append(_add(own))
         return np.concatenate(rows)
 
+    def output_columns(self, target: int, block: int | None = None) -> slice:
+        """Where a target layer's keys (0), values (1) or both (``None``) stand among all outputs."""
+        widths = self.plan.targets[target]
+        start = self.plan.y_starts[target]
+        if block is None:
+            return slice(start, start + sum(widths))
+        start += sum(widths[:block])
+        return slice(start, start + widths[block])
+
     def output_mean(self, target: int, block: int | None = None) -> np.ndarray:
         """Mean of a target layer's outputs (0 keys, 1 values, ``None`` both), float64 ``[q]``."""
-        columns = self._outputs(target, block)
+        columns = self.output_columns(target, block)
         return _add(share * o.y_mean[columns] for o, share in zip(self._own, self._shares, strict=True))
 
     def output_covariance(self, target: int, block: int) -> np.ndarray:
         """Covariance of a target layer's keys (0) or values (1), float64 ``[q,q]``."""
-        columns, nu = self._outputs(target, block), self.output_mean(target, block)
+        columns, nu = self.output_columns(target, block), self.output_mean(target, block)
         index = sum(len(layer) for layer in self.plan.targets[:target]) + block
         shifts = [o.y_mean[columns] - nu for o in self._own]
         return _add(
@@ -148,14 +157,15 @@ class Normals:
         ranges = self._ranges(parts)
         for a, (i, *rows) in enumerate(ranges):
             for b, (j, *columns) in enumerate(ranges[: a + 1]):
-                yield a, b, self._covariance(i, j)[slice(*rows), slice(*columns)]
+                yield a, b, self._covariance(i, j, slice(*rows), slice(*columns))
 
-    def _covariance(self, i: int, j: int) -> np.ndarray:
+    def _covariance(self, i: int, j: int, rows: slice, columns: slice) -> np.ndarray:
         if len(self._own) == 1:
-            return self._own[0].covariance(i, j)
+            return self._own[0].covariance(i, j)[rows, columns]
         mu_i, mu_j = self._mean(i), self._mean(j)
         return _add(
-            share * (o.covariance(i, j) + np.outer(o.mean(i) - mu_i, o.mean(j) - mu_j))
+            share
+            * (o.covariance(i, j)[rows, columns] + np.outer((o.mean(i) - mu_i)[rows], (o.mean(j) - mu_j)[columns]))
             for o, share in zip(self._own, self._shares, strict=True)
         )
 
@@ -168,14 +178,6 @@ class Normals:
     def _spans(self, parts: Sequence[Part]) -> list[slice]:
         ends = np.cumsum([stop - first for _, first, stop in self._ranges(parts)]).tolist()
         return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-
-    def _outputs(self, target: int, block: int | None) -> slice:
-        widths = self.plan.targets[target]
-        start = self.plan.y_starts[target]
-        if block is None:
-            return slice(start, start + sum(widths))
-        start += sum(widths[:block])
-        return slice(start, start + widths[block])
 
 
 def _add(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -128,26 +128,17 @@ class _Outputs:
     """Held-out variance of every output that is scored, and how far its mean moved from the fitted rows'."""
 
     def __init__(self, train: Normals, held: Normals, entries: Sequence[Entry]) -> None:
-        self._starts = [(start, *layer) for start, layer in zip(train.plan.y_starts, train.plan.targets, strict=False)]
+        self.normals = held
         self.variance, self.shift = np.zeros(train.plan.y_starts[-1]), np.zeros(train.plan.y_starts[-1])
         for where in sorted({(entry.target, entry.component) for entry in entries}):
-            columns = self._block(*where)
+            columns = held.output_columns(*where)
             self.variance[columns] = np.diag(held.output_covariance(*where))
             self.shift[columns] = held.output_mean(*where) - train.output_mean(*where)
 
-    def _block(self, target: int, component: int) -> slice:
-        start, *widths = self._starts[target]
-        start += sum(widths[:component])
-        return slice(start, start + widths[component])
-
-    def columns(self, entry: Entry) -> slice:
-        """Where an entry's outputs stand among those of all target layers."""
-        start = self._block(entry.target, entry.component).start
-        return slice(start + entry.columns.start, start + entry.columns.stop)
-
     def runs(self, entries: dict[int, Entry]) -> Iterator[tuple[slice, list[int]]]:
         """Ranges of adjoining outputs, and the entries whose outputs lie there."""
-        spans = sorted((self.columns(entry).start, self.columns(entry).stop, i) for i, entry in entries.items())
+        columns = {i: _columns(self.normals, entry) for i, entry in entries.items()}
+        spans = sorted((span.start, span.stop, i) for i, span in columns.items())
         first, end, members = spans[0][0], spans[0][0], list[int]()
         for start, stop, i in spans:
             if members and (start > end or stop - first > COLUMNS):
@@ -156,6 +147,12 @@ class _Outputs:
             end = max(end, stop)
             members.append(i)
         yield slice(first, end), members
+
+
+def _columns(normals: Normals, entry: Entry) -> slice:
+    """Where an entry's outputs stand among those of all target layers."""
+    start = normals.output_columns(entry.target, entry.component).start
+    return slice(start + entry.columns.start, start + entry.columns.stop)
 
 
 def _score(
@@ -170,7 +167,7 @@ def _score(
         lost = _lost(w, gram @ w, held.cross_columns(parts, run), outputs.shift[run] - shift @ w)
         error = outputs.variance[run] + lost
         for i in members:
-            columns, (first, stop) = outputs.columns(entries[i]), entries[i].heads
+            columns, (first, stop) = _columns(held, entries[i]), entries[i].heads
             own = error[columns.start - run.start : columns.stop - run.start]
             found[i] = _r2(own, outputs.variance[columns], stop - first)
     return found
@@ -230,7 +227,7 @@ class _Problem:
 
 def _problem(train: Normals, held: Normals, parts: Parts, entry: Entry) -> _Problem:
     columns, where = entry.columns, (entry.target, entry.component)
-    cross, held_cross = (n.cross(parts, *where)[:, columns] for n in (train, held))
+    cross, held_cross = (n.cross_columns(parts, _columns(n, entry)) for n in (train, held))
     covariance = held.output_covariance(*where)[columns, columns]
     shift = (held.output_mean(*where) - train.output_mean(*where))[columns]
     if len(cross) < SKETCH_FROM or cross.shape[1] <= SKETCH:
@@ -263,7 +260,7 @@ def _solve(
         factored = system.factor(ridges[at])
         for i in [i for i in entries if chosen[i].at == at]:
             entry = entries[i]
-            cross = both.cross(parts, entry.target, entry.component)[:, entry.columns]
+            cross = both.cross_columns(parts, _columns(both, entry))
             solution = factored.solve(cross, where=entry.name)
             yield i, _finish(both, entry, solution, cross, variance, center, chosen[i].r2)
 

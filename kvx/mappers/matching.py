@@ -187,5 +187,5 @@ def _announce(widened: dict[Side, tuple[int, np.ndarray, np.ndarray]], sides: in
         f"head_matched: one head a source layer does not carry {len(widened)} of {sides} sides on held-out rows; "
         f"widened: {', '.join(named)}{more}. Set a budget in bytes to limit the size of the map.",
         UserWarning,
-        stacklevel=2,
+        stacklevel=6,  # whoever called kvx.fit
     )
