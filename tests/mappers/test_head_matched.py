@@ -179,6 +179,9 @@ def test_a_mixing_head_is_widened_and_announced() -> None:
     assert "4 of 8 target heads read several heads" in report.summary
     one = size(pairs, layers=2)
     assert mapper.size > one
+    with pytest.warns(UserWarning, match="carry 1 of 4"):
+        half, _ = kvx.fit(head_matched(layers=2, ridge=1e-3, budget=one + 1000), pairs, progress=False)
+    assert one < half.size <= one + 1000 < mapper.size
     _, narrow = fit(head_matched(layers=2, ridge=1e-3, budget=one), pairs)
     assert {len(entry.source_heads) for entry in narrow.entries} == {2}
     assert narrow.r2_held_out < report.r2_held_out - 0.1
