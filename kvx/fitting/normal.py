@@ -161,11 +161,11 @@ class Normals:
 
     def _covariance(self, i: int, j: int, rows: slice, columns: slice) -> np.ndarray:
         if len(self._own) == 1:
-            return self._own[0].covariance(i, j)[rows, columns]
+            return self._own[0].covariance(i, j, rows, columns)
         mu_i, mu_j = self._mean(i), self._mean(j)
         return _add(
             share
-            * (o.covariance(i, j)[rows, columns] + np.outer((o.mean(i) - mu_i)[rows], (o.mean(j) - mu_j)[columns]))
+            * (o.covariance(i, j, rows, columns) + np.outer((o.mean(i) - mu_i)[rows], (o.mean(j) - mu_j)[columns]))
             for o, share in zip(self._own, self._shares, strict=True)
         )
 
@@ -206,26 +206,40 @@ class _Own:
         columns = self._x(layer)
         return self._x_pivot[columns] + self._z[columns] @ self._unwhiten(layer)
 
-    def covariance(self, i: int, j: int) -> np.ndarray:
-        """Covariance of two source layers' features; the latest blocks are kept, as neighbouring supports overlap."""
+    def covariance(self, i: int, j: int, rows: slice, columns: slice) -> np.ndarray:
+        """Covariance of ranges of two source layers' features; only what the ranges depend on is read."""
         if i < j:
-            return self.covariance(j, i).T
+            return self.covariance(j, i, columns, rows).T
+        sizes = (rows.stop - rows.start, columns.stop - columns.start)
+        if all(4 * size >= sum(self.plan.sources[layer]) for layer, size in zip((i, j), sizes, strict=True)):
+            return self._kept(i, j)[rows, columns]  # much of both layers: neighbouring supports share it
+        blocks = self._block_rows(i, rows.start, rows.stop), self._block_rows(j, columns.start, columns.stop)
+        return self._product(i, j, rows, columns, *blocks)
+
+    def _kept(self, i: int, j: int) -> np.ndarray:
+        """All of two layers' covariance; the latest ones are kept."""
         if (i, j) in self._blocks:
             self._blocks.move_to_end((i, j))
             return self._blocks[i, j]
+        whole = slice(0, sum(self.plan.sources[i])), slice(0, sum(self.plan.sources[j]))
+        block = self._blocks[i, j] = self._product(i, j, *whole, *whole)
+        while len(self._blocks) * block.nbytes > CACHE_BYTES:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _product(self, i: int, j: int, rows: slice, columns: slice, left: slice, right: slice) -> np.ndarray:
+        """``U_i' S_ij U_j`` for ranges of features and the whitened coordinates that they depend on."""
         first, starts = self.plan.gram_from[i], self.plan.x_starts
         if j < first:
             raise KvxError(
                 f"these moments hold no products of source layers {i} and {j}; gather them with a reach of both."
             )
-        columns = slice(starts[j] - starts[first], starts[j + 1] - starts[first])
-        raw = self._sum(lambda s: np.asarray(s.xx[i])[:, columns]) / self.weight
-        raw -= np.outer(self._z[self._x(i)], self._z[self._x(j)])
-        block = self._unwhiten(i).T @ raw @ self._unwhiten(j)
-        self._blocks[i, j] = block
-        while len(self._blocks) * block.nbytes > CACHE_BYTES:
-            self._blocks.popitem(last=False)
-        return block
+        offset = starts[j] - starts[first]
+        inside = slice(offset + right.start, offset + right.stop)
+        raw = self._sum(lambda s: np.asarray(s.xx[i])[left, inside]) / self.weight
+        raw -= np.outer(self._z[self._x(i)][left], self._z[self._x(j)][right])
+        product: np.ndarray = self._unwhiten(i)[left, rows].T @ raw @ self._unwhiten(j)[right, columns]
+        return product
 
     def cross(self, layer: int, first: int, stop: int, columns: slice) -> np.ndarray:
         """Covariance of a range of a source layer's features with a range of all outputs."""

@@ -24,9 +24,9 @@ TARGET = CacheGeometry((LayerGeometry(3, 4, 2), LayerGeometry(2, 3, 5)))
 
 
 @functools.cache
-def gathered(reach: tuple | None = None) -> tuple[Moments, Moments]:
+def gathered(reach: tuple | None = None, by_head: bool = False) -> tuple[Moments, Moments]:
     pairs = toy_pairs(SOURCE, TARGET, reads=2, noise=0.5)
-    found = _Gathered(Plan.of(SOURCE, TARGET, reach), 64, 0.25)
+    found = _Gathered(Plan.of(SOURCE, TARGET, reach, by_head=by_head), 64, 0.25)
     found.read(pairs, lambda what, done, total: None)
     train, held = found.moments()
     assert held is not None
@@ -64,6 +64,18 @@ def test_ranges_of_moments_are_parts_of_the_whole() -> None:
     parts = ((0, 4, 8), (0, 6, 11), (1, 0, 9), (1, 6, 7))
     rows = [*range(4, 8), *range(6, 11), *range(14, 23), 20]
     np.testing.assert_allclose(both.cross_columns(parts, slice(5, 29)), whole[rows, 5:29], atol=1e-12)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_parts_of_a_gram_are_those_of_the_whole(by_head: bool) -> None:
+    both, reference = Normals(*gathered(None, by_head)), Normals(*gathered())
+    whole = reference.gram((0, 1))
+    parts = ((1, 0, 5), (0, 4, 8), (0, 8, 11), (0, 6, 11), (0, 0, 8), (1, 5, 9), (0, 0, 14))
+    starts = {0: 0, 1: 14}
+    rows = [starts[layer] + n for layer, first, stop in parts for n in range(first, stop)]
+    np.testing.assert_allclose(both.gram(parts), whole[np.ix_(rows, rows)], atol=1e-5)
+    w = np.random.default_rng(0).normal(size=(len(rows), 3))
+    np.testing.assert_allclose(both.times_gram(parts, w), both.gram(parts) @ w, atol=1e-10)
 
 
 def test_products_that_were_not_gathered_are_named() -> None:
