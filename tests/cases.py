@@ -16,8 +16,8 @@ import kvx
 from kvx.cache.build import from_arrays
 from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
-from kvx.fitting.synthetic import SOURCE, TARGET, toy_pairs
-from kvx.mappers import CacheMap, full_head
+from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
+from kvx.mappers import CacheMap, full_head, head_matched
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
 
@@ -156,6 +156,11 @@ MAPPERS: dict[str, MapperCase] = {
     "full_head, all layers": MapperCase(_fitted(full_head(layers="all", ridge=1e-6))),
     "full_head, best layers": MapperCase(_fitted(full_head(layers=1, choice="best"))),
     "full_head, own kind": MapperCase(_fitted(full_head(layers=2, inputs="same")), exact=False),
+    "head_matched": MapperCase(_fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET)), exact=False),
+    "head_matched, widened": MapperCase(_fitted(head_matched(layers=1, ridge=1e-6))),
+    "head_matched, by index": MapperCase(
+        _fitted(head_matched(layers=1, inputs="same", heads="index", choice="best", ridge=0.1)), exact=False
+    ),
     "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
     "chain": MapperCase(_chained, exact=False),
 }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvx.commands.common import Common, Outcome, Output, load, prepare_jax, require
+from kvx.commands.common import Common, Outcome, Output, UsageError, load, prepare_jax, require
 from kvx.errors import KvxError
 
 if TYPE_CHECKING:
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 class FitSettings(Common):
     """How a mapper is fitted; also part of the settings of ``kvx demo``."""
 
-    method: Literal["full_head"] = "full_head"
-    """Which mapper."""
+    method: Literal["full_head", "head_matched"] = "full_head"
+    """Which mapper: all heads of the source layers feed each target head, or one head of each."""
     layers: int | Literal["all"] = 7
     """Source layers that feed each target layer."""
     inputs: Literal["both", "same"] = "both"
     """Whether keys and values both feed each output, or only their own kind."""
     choice: Literal["nearest", "best"] = "nearest"
     """Source layers by depth, or by their score on held-out moments."""
+    heads: Literal["learned", "index"] = "learned"
+    """Source heads by their score on held-out moments, or by index; head_matched only."""
+    budget: int | None = None
+    """Size of the map in bytes, at most: fewer source layers, wider support only within it; head_matched only."""
     ridge: float | None = 1e-3
     """Ridge on the scaled Gram (no unit); None: chosen by held-out explained variance, which shrinks more."""
     held_out: float = 0.1
@@ -112,9 +116,24 @@ def run(settings: Fit, out: Output) -> Outcome:
 
 
 def mapper_of(settings: FitSettings) -> Mapper:
-    """The method that the settings name."""
-    from kvx.mappers import full_head
+    """The method that the settings name.
 
+    Raises:
+        UsageError: settings that the method does not have.
+    """
+    from kvx.mappers import full_head, head_matched
+
+    if settings.method == "head_matched":
+        return head_matched(
+            layers=settings.layers,
+            inputs=settings.inputs,
+            heads=settings.heads,
+            choice=settings.choice,
+            ridge=settings.ridge,
+            budget=settings.budget,
+        )
+    if settings.budget is not None or settings.heads != "learned":
+        raise UsageError("--heads and --budget are settings of head_matched; add --method head_matched, or leave them.")
     return full_head(layers=settings.layers, inputs=settings.inputs, choice=settings.choice, ridge=settings.ridge)
 
 

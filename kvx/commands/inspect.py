@@ -94,12 +94,14 @@ def _mapper(path: Path) -> dict[str, Any]:
 
 
 def _support(params: Any) -> list[dict[str, Any]]:
-    """Which source layers feed each target layer, with what ridge; empty for maps without a support table."""
+    """Which source layers and heads (``layer:head``) feed which target heads; empty for maps without a support."""
     return [
         {
             "target_layer": entry.target,
             "component": entry.component,
+            "target_heads": list(range(*entry.heads)),
             "source_layers": list(entry.source_layers),
+            "source_heads": [f"{layer}:{head}" for layer, head in entry.source_heads] or "all",
             "ridge": entry.ridge,
             "condition": entry.condition,
         }

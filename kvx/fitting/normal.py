@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -107,26 +108,39 @@ class Normals:
         Raises:
             KvxError: the moments were not gathered for this pair.
         """
-        columns, rows = self._outputs(target, block), []
+        return self.cross_columns(parts, self.output_columns(target, block))
+
+    def cross_columns(self, parts: Sequence[Part], columns: slice) -> np.ndarray:
+        """Like :meth:`cross`, with any range of all outputs (target layers in order, keys before values)."""
+        rows = []
         means = [(o.y_mean[columns], share) for o, share in zip(self._own, self._shares, strict=True)]
         nu = _add(share * mean for mean, share in means)
         for layer, first, stop in self._ranges(parts):
             mu = self._mean(layer)
             own = (
-                share * (o.cross(layer, target, columns) + np.outer(o.mean(layer) - mu, mean - nu))
+                share * (o.cross(layer, first, stop, columns) + np.outer((o.mean(layer) - mu)[first:stop], mean - nu))
                 for o, (mean, share) in zip(self._own, means, strict=True)
             )
-            rows.append(_add(own)[first:stop])
+            rows.append(_add(own))
         return np.concatenate(rows)
+
+    def output_columns(self, target: int, block: int | None = None) -> slice:
+        """Where a target layer's keys (0), values (1) or both (``None``) stand among all outputs."""
+        widths = self.plan.targets[target]
+        start = self.plan.y_starts[target]
+        if block is None:
+            return slice(start, start + sum(widths))
+        start += sum(widths[:block])
+        return slice(start, start + widths[block])
 
     def output_mean(self, target: int, block: int | None = None) -> np.ndarray:
         """Mean of a target layer's outputs (0 keys, 1 values, ``None`` both), float64 ``[q]``."""
-        columns = self._outputs(target, block)
+        columns = self.output_columns(target, block)
         return _add(share * o.y_mean[columns] for o, share in zip(self._own, self._shares, strict=True))
 
     def output_covariance(self, target: int, block: int) -> np.ndarray:
         """Covariance of a target layer's keys (0) or values (1), float64 ``[q,q]``."""
-        columns, nu = self._outputs(target, block), self.output_mean(target, block)
+        columns, nu = self.output_columns(target, block), self.output_mean(target, block)
         index = sum(len(layer) for layer in self.plan.targets[:target]) + block
         shifts = [o.y_mean[columns] - nu for o in self._own]
         return _add(
@@ -143,14 +157,15 @@ class Normals:
         ranges = self._ranges(parts)
         for a, (i, *rows) in enumerate(ranges):
             for b, (j, *columns) in enumerate(ranges[: a + 1]):
-                yield a, b, self._covariance(i, j)[slice(*rows), slice(*columns)]
+                yield a, b, self._covariance(i, j, slice(*rows), slice(*columns))
 
-    def _covariance(self, i: int, j: int) -> np.ndarray:
+    def _covariance(self, i: int, j: int, rows: slice, columns: slice) -> np.ndarray:
         if len(self._own) == 1:
-            return self._own[0].covariance(i, j)
+            return self._own[0].covariance(i, j, rows, columns)
         mu_i, mu_j = self._mean(i), self._mean(j)
         return _add(
-            share * (o.covariance(i, j) + np.outer(o.mean(i) - mu_i, o.mean(j) - mu_j))
+            share
+            * (o.covariance(i, j, rows, columns) + np.outer((o.mean(i) - mu_i)[rows], (o.mean(j) - mu_j)[columns]))
             for o, share in zip(self._own, self._shares, strict=True)
         )
 
@@ -163,14 +178,6 @@ class Normals:
     def _spans(self, parts: Sequence[Part]) -> list[slice]:
         ends = np.cumsum([stop - first for _, first, stop in self._ranges(parts)]).tolist()
         return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-
-    def _outputs(self, target: int, block: int | None) -> slice:
-        widths = self.plan.targets[target]
-        start = self.plan.y_starts[target]
-        if block is None:
-            return slice(start, start + sum(widths))
-        start += sum(widths[:block])
-        return slice(start, start + widths[block])
 
 
 def _add(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -199,40 +206,62 @@ class _Own:
         columns = self._x(layer)
         return self._x_pivot[columns] + self._z[columns] @ self._unwhiten(layer)
 
-    def covariance(self, i: int, j: int) -> np.ndarray:
-        """Covariance of two source layers' features; the latest blocks are kept, as neighbouring supports overlap."""
+    def covariance(self, i: int, j: int, rows: slice, columns: slice) -> np.ndarray:
+        """Covariance of ranges of two source layers' features; only what the ranges depend on is read."""
         if i < j:
-            return self.covariance(j, i).T
+            return self.covariance(j, i, columns, rows).T
+        sizes = (rows.stop - rows.start, columns.stop - columns.start)
+        if all(4 * size >= sum(self.plan.sources[layer]) for layer, size in zip((i, j), sizes, strict=True)):
+            return self._kept(i, j)[rows, columns]  # much of both layers: neighbouring supports share it
+        blocks = self._block_rows(i, rows.start, rows.stop), self._block_rows(j, columns.start, columns.stop)
+        return self._product(i, j, rows, columns, *blocks)
+
+    def _kept(self, i: int, j: int) -> np.ndarray:
+        """All of two layers' covariance; the latest ones are kept."""
         if (i, j) in self._blocks:
             self._blocks.move_to_end((i, j))
             return self._blocks[i, j]
+        whole = slice(0, sum(self.plan.sources[i])), slice(0, sum(self.plan.sources[j]))
+        block = self._blocks[i, j] = self._product(i, j, *whole, *whole)
+        while len(self._blocks) * block.nbytes > CACHE_BYTES:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _product(self, i: int, j: int, rows: slice, columns: slice, left: slice, right: slice) -> np.ndarray:
+        """``U_i' S_ij U_j`` for ranges of features and the whitened coordinates that they depend on."""
         first, starts = self.plan.gram_from[i], self.plan.x_starts
         if j < first:
             raise KvxError(
                 f"these moments hold no products of source layers {i} and {j}; gather them with a reach of both."
             )
-        columns = slice(starts[j] - starts[first], starts[j + 1] - starts[first])
-        raw = self._sum(lambda s: np.asarray(s.xx[i])[:, columns]) / self.weight
-        raw -= np.outer(self._z[self._x(i)], self._z[self._x(j)])
-        block = self._unwhiten(i).T @ raw @ self._unwhiten(j)
-        self._blocks[i, j] = block
-        while len(self._blocks) * block.nbytes > CACHE_BYTES:
-            self._blocks.popitem(last=False)
-        return block
+        offset = starts[j] - starts[first]
+        inside = slice(offset + right.start, offset + right.stop)
+        raw = self._sum(lambda s: np.asarray(s.xx[i])[left, inside]) / self.weight
+        raw -= np.outer(self._z[self._x(i)][left], self._z[self._x(j)][right])
+        product: np.ndarray = self._unwhiten(i)[left, rows].T @ raw @ self._unwhiten(j)[right, columns]
+        return product
 
-    def cross(self, layer: int, target: int, columns: slice) -> np.ndarray:
-        """Covariance of a source layer's features with some of a target layer's outputs."""
-        first, stop = self.plan.cross[layer]
-        if not first <= target < stop:
+    def cross(self, layer: int, first: int, stop: int, columns: slice) -> np.ndarray:
+        """Covariance of a range of a source layer's features with a range of all outputs."""
+        starts = self.plan.y_starts
+        a, b = self.plan.cross[layer]
+        if not starts[a] <= columns.start < columns.stop <= starts[b]:
+            wanted = columns.start if columns.start < starts[a] else columns.stop - 1
             raise KvxError(
-                f"these moments hold no products of source layer {layer} and target layer {target}; gather them with a "
-                "reach that joins both."
+                f"these moments hold no products of source layer {layer} and target layer "
+                f"{bisect.bisect_right(starts, wanted) - 1}; gather them with a reach that joins both."
             )
-        origin = self.plan.y_starts[first]
-        inside = slice(columns.start - origin, columns.stop - origin)
-        raw = self._sum(lambda s: np.asarray(s.xy[layer])[:, inside]) / self.weight
-        raw -= np.outer(self._z[self._x(layer)], self._u[columns])
-        return self._unwhiten(layer).T @ (raw * self._y_std[columns])
+        inside = slice(columns.start - starts[a], columns.stop - starts[a])
+        back = self._unwhiten(layer)[:, first:stop]
+        rows = self._block_rows(layer, first, stop)
+        raw = self._sum(lambda s: np.asarray(s.xy[layer])[rows, inside]) / self.weight
+        raw -= np.outer(self._z[self._x(layer)][rows], self._u[columns])
+        return back[rows].T @ (raw * self._y_std[columns])
+
+    def _block_rows(self, layer: int, first: int, stop: int) -> slice:
+        """The whitened coordinates that a range of a layer's features depends on: those of the blocks it touches."""
+        edges = np.cumsum([0, *self.plan.sources[layer]]).tolist()
+        return slice(edges[bisect.bisect_right(edges, first) - 1], edges[bisect.bisect_left(edges, stop)])
 
     def output_covariance(self, index: int, columns: slice) -> np.ndarray:
         """Covariance of one block of outputs."""

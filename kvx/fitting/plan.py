@@ -74,8 +74,21 @@ class Plan:
         return cls(as_widths[0], as_widths[1], tuple(first), cross)
 
     @classmethod
-    def of(cls, source: CacheGeometry, target: CacheGeometry, reach: Sequence[Sequence[int]] | None = None) -> Plan:
-        """The plan of a pair of cache geometries; ``reach`` as in :meth:`create`.
+    def of(
+        cls,
+        source: CacheGeometry,
+        target: CacheGeometry,
+        reach: Sequence[Sequence[int]] | None = None,
+        *,
+        by_head: bool = False,
+    ) -> Plan:
+        """The plan of a pair of cache geometries.
+
+        Args:
+            source, target: geometries.
+            reach: as in :meth:`create`.
+            by_head: every source head is a block of its own, which maps that read single heads get at faster; else all
+                heads of a layer's keys are one block, and of its values, which conditions maps that read them all.
 
         Example:
             >>> from kvx.cache.geometry import CacheGeometry, LayerGeometry
@@ -84,8 +97,10 @@ class Plan:
             >>> Plan.of(geometry, geometry).numbers
             4224
         """
-        sides = [[widths(layer) for layer in side.layers] for side in (source, target)]
-        return dataclasses.replace(cls.create(sides[0], sides[1], reach), source=source, target=target)
+        sources, targets = ([widths(layer) for layer in side.layers] for side in (source, target))
+        heads = [(g.key_dim,) * g.kv_heads + (g.value_dim,) * g.kv_heads for g in source.layers]
+        plan = cls.create(heads if by_head else sources, targets, reach)
+        return dataclasses.replace(plan, source=source, target=target)
 
     @property
     def x_starts(self) -> tuple[int, ...]:

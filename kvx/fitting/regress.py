@@ -16,6 +16,7 @@ from kvx.mappers.base import COMPONENTS, Entry, EntryReport, Fitted
 RIDGES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 SKETCH_FROM = 4096
 SKETCH = 48
+COLUMNS = 8192  # outputs scored at a time
 Report = Callable[[str, int, int], object]
 Parts = tuple[tuple[int, int, int], ...]
 
@@ -90,6 +91,9 @@ def scores(
 ) -> list[np.ndarray]:
     """Held-out explained variance of each entry's outputs, per head, by the fit without the held-out rows.
 
+    Entries that read the same parts share one factorisation, and those whose outputs adjoin one product; so scoring
+    every source block on every output costs little more than the products themselves.
+
     Args:
         moments, held_out, entries: as for :func:`regress`.
         ridge: one for all.
@@ -99,10 +103,14 @@ def scores(
         For each entry float64 ``[heads]`` (one number for entries too wide to score head by head).
     """
     train, held = Normals(moments), Normals(held_out)
+    outputs = _Outputs(train, held, entries)
     found: dict[int, np.ndarray] = {}
     for parts, members in _shared(entries).items():
-        best = _choose(train, held, parts, {i: entries[i] for i in members}, [ridge])
-        found |= {i: choice.r2 for i, choice in best.items()}
+        ours = {i: entries[i] for i in members}
+        if train.width(parts) < SKETCH_FROM:
+            found |= _score(train, held, parts, ours, ridge, outputs)
+        else:
+            found |= {i: choice.r2 for i, choice in _choose(train, held, parts, ours, [ridge]).items()}
         if progress is not None:
             progress("scoring", len(found), len(entries))
     return [found[i] for i in range(len(entries))]
@@ -114,6 +122,55 @@ def _shared(entries: Sequence[Entry]) -> dict[Parts, list[int]]:
     for i, entry in enumerate(entries):
         groups.setdefault(entry.parts, []).append(i)
     return groups
+
+
+class _Outputs:
+    """Held-out variance of every output that is scored, and how far its mean moved from the fitted rows'."""
+
+    def __init__(self, train: Normals, held: Normals, entries: Sequence[Entry]) -> None:
+        self.normals = held
+        self.variance, self.shift = np.zeros(train.plan.y_starts[-1]), np.zeros(train.plan.y_starts[-1])
+        for where in sorted({(entry.target, entry.component) for entry in entries}):
+            columns = held.output_columns(*where)
+            self.variance[columns] = np.diag(held.output_covariance(*where))
+            self.shift[columns] = held.output_mean(*where) - train.output_mean(*where)
+
+    def runs(self, entries: dict[int, Entry]) -> Iterator[tuple[slice, list[int]]]:
+        """Ranges of adjoining outputs, and the entries whose outputs lie there."""
+        columns = {i: _columns(self.normals, entry) for i, entry in entries.items()}
+        spans = sorted((span.start, span.stop, i) for i, span in columns.items())
+        first, end, members = spans[0][0], spans[0][0], list[int]()
+        for start, stop, i in spans:
+            if members and (start > end or stop - first > COLUMNS):
+                yield slice(first, end), members
+                first, end, members = start, start, []
+            end = max(end, stop)
+            members.append(i)
+        yield slice(first, end), members
+
+
+def _columns(normals: Normals, entry: Entry) -> slice:
+    """Where an entry's outputs stand among those of all target layers."""
+    start = normals.output_columns(entry.target, entry.component).start
+    return slice(start + entry.columns.start, start + entry.columns.stop)
+
+
+def _score(
+    train: Normals, held: Normals, parts: Parts, entries: dict[int, Entry], ridge: float, outputs: _Outputs
+) -> dict[int, np.ndarray]:
+    """Held-out explained variance per head of entries that read the same parts."""
+    factored = train.factor(parts, ridge, where=next(iter(entries.values())).name)
+    shift, gram = held.mean(parts) - train.mean(parts), held.gram(parts)
+    found: dict[int, np.ndarray] = {}
+    for run, members in outputs.runs(entries):
+        w = factored.solve(train.cross_columns(parts, run), where=entries[members[0]].name).coefficients
+        lost = _lost(w, gram @ w, held.cross_columns(parts, run), outputs.shift[run] - shift @ w)
+        error = outputs.variance[run] + lost
+        for i in members:
+            columns, (first, stop) = _columns(held, entries[i]), entries[i].heads
+            own = error[columns.start - run.start : columns.stop - run.start]
+            found[i] = _r2(own, outputs.variance[columns], stop - first)
+    return found
 
 
 def _choose(
@@ -163,13 +220,14 @@ class _Problem:
 
     def r2(self, w: np.ndarray, aw: np.ndarray, shift: np.ndarray) -> np.ndarray:
         """Held-out explained variance per head; an error of the mean counts as error."""
-        error = self.variance + np.einsum("pq,pq->q", w, aw - 2 * self.held_cross) + (self.mean_shift - shift @ w) ** 2
-        return _r2(error, self.variance, self.heads)
+        return _r2(
+            self.variance + _lost(w, aw, self.held_cross, self.mean_shift - shift @ w), self.variance, self.heads
+        )
 
 
 def _problem(train: Normals, held: Normals, parts: Parts, entry: Entry) -> _Problem:
     columns, where = entry.columns, (entry.target, entry.component)
-    cross, held_cross = (n.cross(parts, *where)[:, columns] for n in (train, held))
+    cross, held_cross = (n.cross_columns(parts, _columns(n, entry)) for n in (train, held))
     covariance = held.output_covariance(*where)[columns, columns]
     shift = (held.output_mean(*where) - train.output_mean(*where))[columns]
     if len(cross) < SKETCH_FROM or cross.shape[1] <= SKETCH:
@@ -177,6 +235,12 @@ def _problem(train: Normals, held: Normals, parts: Parts, entry: Entry) -> _Prob
     signs = np.random.default_rng(entry.target).choice([-1.0, 1.0], size=(cross.shape[1], SKETCH))
     variance = np.einsum("qs,qs->s", signs, covariance @ signs)
     return _Problem(cross @ signs, held_cross @ signs, variance, shift @ signs, 1)
+
+
+def _lost(w: np.ndarray, aw: np.ndarray, cross: np.ndarray, mean_error: np.ndarray) -> np.ndarray:
+    """What predicting adds to each output's squared error (``w'Aw - 2 w'b``), an error of the mean included."""
+    added: np.ndarray = np.einsum("pq,pq->q", w, aw - 2 * cross) + mean_error**2
+    return added
 
 
 def _r2(error: np.ndarray, variance: np.ndarray, heads: int) -> np.ndarray:
@@ -196,7 +260,7 @@ def _solve(
         factored = system.factor(ridges[at])
         for i in [i for i in entries if chosen[i].at == at]:
             entry = entries[i]
-            cross = both.cross(parts, entry.target, entry.component)[:, entry.columns]
+            cross = both.cross_columns(parts, _columns(both, entry))
             solution = factored.solve(cross, where=entry.name)
             yield i, _finish(both, entry, solution, cross, variance, center, chosen[i].r2)
 
@@ -232,6 +296,8 @@ def _finish(
         solution.condition,
         solution.residual,
         solution.escalations,
+        len(w),
+        entry.blocks,
     )
     mean = both.output_mean(entry.target, entry.component)[entry.columns]
     return Fitted(w, center, mean, covariance, report)

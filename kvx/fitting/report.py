@@ -61,6 +61,11 @@ class FitReport:
         """Solves whose ridge had to be raised."""
         return sum(entry.escalations > 0 for entry in self.entries)
 
+    @property
+    def widened(self) -> int:
+        """Target heads (or blocks of them) that read more than one head of a source layer, of a map that tells."""
+        return sum(len(entry.source_heads) > len(entry.source_layers) for entry in self.entries)
+
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain JSON types."""
         plain = dataclasses.asdict(self)
@@ -96,9 +101,11 @@ class FitReport:
     def summary(self) -> str:
         """The fit in one sentence."""
         seconds = ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items())
+        wide = f", {self.widened} of {len(self.entries)} target heads read several heads of a source layer"
         return (
             f"{self.method}: {self.rows:,} tokens of {self.sequences} sequences, {self.features:,} features, "
-            f"held-out R2 {self.r2_held_out:.3f}, {self.map_bytes / 1e6:,.0f} MB ({seconds})"
+            f"held-out R2 {self.r2_held_out:.3f}{wide if self.widened else ''}, "
+            f"{self.map_bytes / 1e6:,.0f} MB ({seconds})"
         )
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ from kvx.cache.build import from_arrays
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
 from kvx.fitting.pairs import PairBatch, Pairs
-from kvx.mappers.full_head import nearest_layers
+from kvx.fitting.plan import Plan, widths
+from kvx.mappers.base import Entry
 from kvx.mappers.linear import aligned_rows
+from kvx.mappers.support import head_entry, nearest_layers
 
 SOURCE = CacheGeometry((LayerGeometry(2, 4, 4, rope=RopeSpec.create(dim=4)),) * 3)
 TARGET = CacheGeometry((LayerGeometry(1, 6, 6, rope=RopeSpec.create(dim=6)),) * 2)
@@ -29,6 +31,7 @@ def toy_pairs(
     batch_size: int = 4,
     length: int = 16,
     reads: int = 1,
+    support: Sequence[Entry] | None = None,
     noise: float = 0.0,
     prefix: int = 1,
     dtype: Any = jnp.float32,
@@ -43,6 +46,7 @@ def toy_pairs(
         source, target: geometries.
         batches, batch_size, length: of the stream.
         reads: source layers that each target layer depends on.
+        support: the support table by which the target depends on the source instead, such as :func:`planted_heads`.
         noise: standard deviation added to the target, whose signal has about 1.
         prefix: tokens of the prefix.
         dtype: of the caches.
@@ -58,7 +62,7 @@ def toy_pairs(
         ((4, 2, 16, 4), (4, 1, 16, 6), 56)
     """
     rng = np.random.default_rng(seed)
-    truth = _truth(source, target, reads, rng)
+    truth = _truth(source, target, reads, rng) if support is None else _planted(source, target, support, rng)
     first = _random_cache(target, 1, prefix, prefix, rng, dtype) if prefix else None
 
     def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
@@ -67,7 +71,15 @@ def toy_pairs(
             yield _batch(source, target, truth, draw, batch_size, length, noise, dtype, n * batch_size)
             report(100.0 * (n + 1) / batches)
 
-    facts = {"toy": seed, "batches": batches, "batch_size": batch_size, "length": length, "noise": noise}
+    facts: dict[str, Any] = {
+        "toy": seed,
+        "batches": batches,
+        "batch_size": batch_size,
+        "length": length,
+        "noise": noise,
+    }
+    if support is not None:
+        facts["support"] = [[entry.name, list(entry.parts)] for entry in support]
     return Pairs(stream, source, target, prefix=first, provenance={"source": None, "target": None}, facts=facts)
 
 
@@ -75,15 +87,67 @@ def _truth(
     source: CacheGeometry, target: CacheGeometry, reads: int, rng: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Coefficients ``[P,Q]`` and bias ``[Q]`` of each target layer."""
-    widths = [layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in source.layers]
-    starts = np.cumsum([0, *widths])
+    sizes = [sum(widths(layer)) for layer in source.layers]
+    starts = np.cumsum([0, *sizes])
     truth = []
     for layer, near in zip(target.layers, nearest_layers(source.num_layers, target.num_layers, reads), strict=True):
-        outputs = layer.kv_heads * (layer.key_dim + layer.value_dim)
+        outputs = sum(widths(layer))
         w = np.zeros((starts[-1], outputs))
         for i in near:
-            w[starts[i] : starts[i + 1]] = rng.normal(size=(widths[i], outputs)) / np.sqrt(widths[i] * len(near))
+            w[starts[i] : starts[i + 1]] = rng.normal(size=(sizes[i], outputs)) / np.sqrt(sizes[i] * len(near))
         truth.append((w, 3 * rng.normal(size=outputs)))
+    return truth
+
+
+def planted_heads(
+    source: CacheGeometry, target: CacheGeometry, *, reads: int = 1, heads: int = 1, inputs: str = "both", seed: int = 0
+) -> tuple[Entry, ...]:
+    """A random support table: every target head reads other source heads in each of its nearest source layers.
+
+    Args:
+        source, target: geometries.
+        reads: source layers that each target head reads.
+        heads: heads that it reads in each of them, at most all.
+        inputs: as in :func:`kvx.mappers.head_matched`.
+        seed: of the draw; keys and values draw separately.
+
+    Returns:
+        One entry a target layer, component and head.
+
+    Example:
+        >>> from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads
+        >>> [entry.blocks for entry in planted_heads(SOURCE, TARGET, reads=2)]
+        [((0, 1), (1, 1)), ((0, 1), (1, 0)), ((1, 0), (2, 0)), ((1, 0), (2, 0))]
+    """
+    rng = np.random.default_rng(seed)
+    table = []
+    for layer, near in enumerate(nearest_layers(source.num_layers, target.num_layers, reads)):
+        for component in (0, 1):
+            for head in range(target.layers[layer].kv_heads):
+                blocks = []
+                for i in near:
+                    count = source.layers[i].kv_heads
+                    drawn = rng.choice(count, size=min(heads, count), replace=False)
+                    blocks += [(i, int(one)) for one in sorted(drawn)]
+                table.append(head_entry(source, target, layer, component, (head, head + 1), blocks, inputs))
+    return tuple(table)
+
+
+def _planted(
+    source: CacheGeometry, target: CacheGeometry, support: Sequence[Entry], rng: np.random.Generator
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Coefficients ``[P,Q]`` and bias ``[Q]`` of each target layer, zero outside a support table."""
+    starts = Plan.of(source, target).x_starts
+    truth = []
+    for layer in target.layers:
+        outputs = sum(widths(layer))
+        truth.append((np.zeros((starts[-1], outputs)), 3 * rng.normal(size=outputs)))
+    for entry in support:
+        rows = np.concatenate([starts[i] + np.arange(first, stop) for i, first, stop in entry.parts])
+        offset = entry.component * widths(target.layers[entry.target])[0]
+        columns = offset + np.arange(entry.columns.start, entry.columns.stop)
+        draw = rng.normal(size=(len(rows), len(columns))) / np.sqrt(len(rows))
+        truth[entry.target][0][np.ix_(rows, columns)] = draw
     return truth
 
 

@@ -78,8 +78,9 @@ class CacheMap:
 
     @property
     def size(self) -> int:
-        """Bytes of the parameters."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.params))
+        """Bytes that a translation reads; what only controls need (``covariance`` of linear maps) is left out."""
+        parts = jax.tree.leaves(self.params, is_leaf=lambda part: hasattr(part, "stored"))
+        return sum(part.stored if hasattr(part, "stored") else part.size * part.dtype.itemsize for part in parts)
 
     def __repr__(self) -> str:
         names = [getattr((self.provenance or {}).get(side), "model", "?") for side in ("source", "target")]
@@ -181,6 +182,7 @@ class Entry:
         component: 0 keys, 1 values.
         heads: first target head of the block and the one after its last; channels: of each head.
         parts: ``(source layer, first, stop)``: ranges of that layer's features, keys ``[K,D]`` then values ``[K,Dv]``.
+        blocks: ``(source layer, head)`` of each block it reads, in the order of the parts; empty: whole layers.
     """
 
     target: int
@@ -188,6 +190,7 @@ class Entry:
     heads: tuple[int, int]
     channels: int
     parts: tuple[Part, ...]
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -217,6 +220,8 @@ class EntryReport:
         r2_fit: explained variance of the fitted rows, mean over heads; r2_held_out: of the held-out rows by the fit
             without them, per head (a diagnostic, never a gate), empty without held-out moments.
         condition: estimate of the solved system; residual: relative; escalations: times the ridge was raised.
+        features: width P of its input.
+        source_heads: ``(source layer, head)`` blocks it reads; empty: all heads of its source layers.
     """
 
     target: int
@@ -229,6 +234,8 @@ class EntryReport:
     condition: float
     residual: float
     escalations: int
+    features: int = 0
+    source_heads: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -100,7 +100,7 @@ def _last_linear(mapper: CacheMap, change, key: Array) -> CacheMap:  # type: ign
     if not parts or not isinstance(parts[-1], LinearParams):
         raise KvxError(f"{mapper.method} has no coefficients, so it has no control; pass a fitted linear map.")
     last = parts[-1]
-    keys = jax.random.split(key, 2 * len(last.keys))
+    keys = jax.random.split(key, len(last.keys) + len(last.values))
     blocks = [change(block, k) for block, k in zip((*last.keys, *last.values), keys, strict=True)]
     half = len(last.keys)
     last = dataclasses.replace(last, keys=tuple(blocks[:half]), values=tuple(blocks[half:]), report=None)

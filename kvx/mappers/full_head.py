@@ -12,13 +12,11 @@ from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
 from kvx.mappers.base import Entry
-from kvx.mappers.linear import LinearParams, apply_linear, assemble, part_of
+from kvx.mappers.linear import LinearParams, apply_linear
+from kvx.mappers.support import RANKING_RIDGE, RIDGES, check_settings, layer_entry, nearest_layers, solve
 
 if TYPE_CHECKING:
     from kvx.fitting.moments import Moments
-
-RIDGES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
-RANKING_RIDGE = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,28 +51,20 @@ class FullHead:
         Returns:
             Parameters; ``params.report`` tells how each entry went.
         """
+        return solve(moments, held_out, self.entries(moments, held_out), self.ridges, inputs=self.inputs)
+
+    def entries(self, moments: Moments, held_out: Moments | None = None) -> list[Entry]:
+        """The support table: all heads of a target layer read all heads of its source layers."""
         source, target = moments.source, moments.target
-        supports = self._supports(moments, held_out)
-        entries = [
-            self._entry(source, target, layer, component, supports[layer])
-            for layer in range(target.num_layers)
+        return [
+            layer_entry(source, target, layer, component, layers, self.inputs)
+            for layer, layers in enumerate(self._supports(moments, held_out))
             for component in (0, 1)
         ]
-        fitted = moments.regress(held_out, entries, self.ridges)
-        return assemble(fitted, [[layers] for layers in supports], source, target, inputs=self.inputs)
 
     def apply(self, params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
         """The target's cache of the context; see :func:`kvx.mappers.linear.apply_linear`."""
         return apply_linear(params, cache, alignment)
-
-    def _entry(
-        self, source: CacheGeometry, target: CacheGeometry, layer: int, component: int, layers: tuple[int, ...]
-    ) -> Entry:
-        shape = target.layers[layer]
-        kinds = (0, 1) if self.inputs == "both" else (component,)
-        parts = tuple(part_of(source.layers[i], i, kind) for i in layers for kind in kinds)
-        channels = (shape.key_dim, shape.value_dim)[component]
-        return Entry(layer, component, (0, shape.kv_heads), channels, parts)
 
     def _supports(self, moments: Moments, held_out: Moments | None) -> tuple[tuple[int, ...], ...]:
         source, target = moments.source, moments.target
@@ -84,7 +74,7 @@ class FullHead:
         if held_out is None:
             raise KvxError("choosing source layers by score needs held-out moments; fit with held_out above 0.")
         singles = [
-            self._entry(source, target, layer, component, (one,))
+            layer_entry(source, target, layer, component, (one,), self.inputs)
             for one in range(source.num_layers)
             for layer in range(target.num_layers)
             for component in (0, 1)
@@ -133,30 +123,4 @@ def full_head(
 
     Reference: Heo et al., arXiv 2608.03893 (``inputs="same"``, ``choice="best"``).
     """
-    if layers != "all" and not (isinstance(layers, int) and layers >= 1):
-        raise KvxError(f"layers is {layers!r}; expected a number of source layers of at least 1, or 'all'.")
-    if inputs not in ("both", "same"):
-        raise KvxError(f"inputs is {inputs!r}; expected 'both' or 'same'.")
-    if choice not in ("nearest", "best"):
-        raise KvxError(f"choice is {choice!r}; expected 'nearest' or 'best'.")
-    ridges = RIDGES if ridge is None else ridge if isinstance(ridge, tuple) else (float(ridge),)
-    if not ridges or not all(0 <= r < float("inf") for r in ridges):
-        raise KvxError(f"ridge is {ridge!r}; expected a number of at least 0, a tuple of them, or None to choose one.")
-    return FullHead(layers, inputs, choice, tuple(float(r) for r in ridges))
-
-
-def nearest_layers(source_layers: int, target_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """For each target layer the ``count`` consecutive source layers around the one at the same relative depth.
-
-    Example:
-        >>> from kvx.mappers.full_head import nearest_layers
-        >>> nearest_layers(5, 3, 2)
-        ((0, 1), (2, 3), (3, 4))
-    """
-    count = min(count, source_layers)
-    found = []
-    for layer in range(target_layers):
-        depth = layer * (source_layers - 1) / max(target_layers - 1, 1)
-        first = int(np.clip(np.floor(depth - (count - 1) / 2 + 0.5), 0, source_layers - count))
-        found.append(tuple(range(first, first + count)))
-    return tuple(found)
+    return FullHead(layers, inputs, choice, check_settings(layers, inputs, choice, ridge))

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from kvx.alignment import Alignment, resample
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry
-from kvx.mappers.base import EntryReport, Fitted, context_cache, groups_of
+from kvx.mappers.base import Entry, EntryReport, Fitted, context_cache, groups_of
 from kvx.typing import host, pytree, static
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -21,7 +21,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 @pytree
 class BlockMap:
-    """Coefficients of one component (keys or values) of one group of target layers.
+    """Coefficients of one component (keys or values) of target layers of one group that read equally many blocks.
 
     ``y = mean + (x - center) W``, where x joins the source blocks that the entry reads. E entries share the K heads of
     a layer: one for maps that read the same blocks for all heads, K for head-matched ones.
@@ -31,6 +31,7 @@ class BlockMap:
         coefficients: ``[L,E,P,K/E,D]``, P = k times the width of a block.
         center: ``[L,E,P]`` mean of the features; mean: ``[L,K,D]`` mean of the outputs.
         covariance: ``[L,K,D,D]`` of the fitted outputs on the rows of the fit, for controls.
+        layers: the L target layers, ascending.
     """
 
     gather: Array
@@ -38,14 +39,15 @@ class BlockMap:
     center: Array
     mean: Array
     covariance: Array
+    layers: tuple[int, ...] = static()
 
 
 @pytree
 class LinearParams:
-    """Parameters of a linear map: one :class:`BlockMap` for each group of target layers and component.
+    """Parameters of a linear map: a :class:`BlockMap` for each component of each set of like target layers.
 
     Attributes:
-        keys, values: in the order of :func:`kvx.mappers.base.groups_of`.
+        keys, values: in the order of :func:`kvx.mappers.base.groups_of`, then of the number of blocks that are read.
         target: geometry of the caches it makes.
         inputs: ``"both"`` (blocks hold keys and values) or ``"same"`` (keys feed keys, values feed values).
         by_head: whether a block is one head of a source layer; else it is all heads of one.
@@ -60,6 +62,13 @@ class LinearParams:
     by_head: bool = static(default=False)
     dtype: str = static(default="float32")
     report: tuple[EntryReport, ...] | None = host(default=None)
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a translation reads: everything but the covariances."""
+        maps = (*self.keys, *self.values)
+        arrays = [a for m in maps for a in (m.gather, m.coefficients, m.center, m.mean)]
+        return sum(a.size * a.dtype.itemsize for a in arrays)
 
 
 @jax.jit
@@ -80,9 +89,21 @@ def apply_linear(params: LinearParams, cache: KVCache, alignment: Alignment) -> 
     else:
         sides = tuple(source_blocks(cache, alignment, (i,), params.by_head) for i in (0, 1))  # type: ignore[assignment]
     dtype = jnp.dtype(params.dtype)
-    keys = [_project(block, sides[0]).astype(dtype) for block in params.keys]
-    values = [_project(block, sides[1]).astype(dtype) for block in params.values]
+    keys, values = (
+        _grouped([_project(block, side).astype(dtype) for block in maps], maps, params.target)
+        for maps, side in zip((params.keys, params.values), sides, strict=True)
+    )
     return context_cache(keys, values, alignment, params.target)
+
+
+def _grouped(made: list[Array], maps: Sequence[BlockMap], target: CacheGeometry) -> list[Array]:
+    """Outputs ``[L,B,K,T,D]`` of each group of target layers, joined from the maps that make some of its layers."""
+    groups = []
+    for layers in groups_of(target):
+        ours = [n for n, block in enumerate(maps) if block.layers[0] in layers]
+        order = np.argsort([layer for n in ours for layer in maps[n].layers])
+        groups.append(made[ours[0]] if len(ours) == 1 else jnp.concatenate([made[n] for n in ours])[order])
+    return groups
 
 
 def source_blocks(cache: KVCache, alignment: Alignment, components: Sequence[int], by_head: bool) -> Array:
@@ -170,9 +191,9 @@ def part_of(layer: LayerGeometry, index: int, component: int, head: int | None =
 
 
 def assemble(
+    entries: Sequence[Entry],
     fitted: Sequence[Fitted],
-    gathers: Sequence[Sequence[Sequence[int]]],
-    sources: CacheGeometry,
+    source: CacheGeometry,
     target: CacheGeometry,
     *,
     inputs: str = "both",
@@ -182,60 +203,72 @@ def assemble(
     """Stack solved entries into parameters.
 
     Args:
-        fitted: for each target layer, keys then values, each as E entries in the order of the heads.
-        gathers: for each target layer, for each entry, the k blocks it reads (:func:`source_blocks` numbers them).
-        sources: geometry of the source.
-        target: geometry of the target.
+        entries: the support table: for each target layer keys then values, each in the order of the heads.
+        fitted: the solution of each.
+        source: geometry of the source; target: of the target.
         inputs, by_head, dtype: as in :class:`LinearParams`.
 
     Returns:
         Parameters in float32.
     """
-    entries = [len(gather) for gather in gathers]
-    starts = np.cumsum([0, *(2 * count for count in entries)])
+    solved: dict[tuple[int, int], list[tuple[list[int], Fitted]]] = {}
+    for entry, one in zip(entries, fitted, strict=True):
+        solved.setdefault((entry.target, entry.component), []).append((_reads(entry, source, by_head), one))
     sides: list[tuple[BlockMap, ...]] = []
     for component in (0, 1):
-        components = (0, 1) if inputs == "both" else (component,)
-        widths = [_block_widths(layer, components, by_head) for layer in sources.layers]
-        flat = [w for layer in widths for w in layer]
+        widths = block_widths(source, inputs, component, by_head)
         maps = []
         for layers in groups_of(target):
-            rows = []
-            for layer in layers:
-                first = starts[layer] + component * entries[layer]
-                solved = fitted[first : first + entries[layer]]
-                rows.append(_layer_block(solved, gathers[layer], flat, target.layers[layer], component))
-            maps.append(BlockMap(*(jnp.asarray(np.stack(column)) for column in zip(*rows, strict=True))))
+            counts = {layer: max(len(blocks) for blocks, _ in solved[layer, component]) for layer in layers}
+            for count in sorted(set(counts.values())):
+                alike = tuple(layer for layer in layers if counts[layer] == count)
+                rows = [_layer_block(solved[i, component], count, widths, target.layers[i], component) for i in alike]
+                gather, w, center, mean, cov = (jnp.asarray(np.stack(column)) for column in zip(*rows, strict=True))
+                maps.append(BlockMap(gather, w, center, mean, cov, alike))
         sides.append(tuple(maps))
     report = tuple(one.report for one in fitted)
     return LinearParams(sides[0], sides[1], target, inputs, by_head, jnp.dtype(dtype).name, report)
 
 
-def _block_widths(layer: LayerGeometry, components: Sequence[int], by_head: bool) -> list[int]:
-    one = sum((layer.key_dim, layer.value_dim)[c] for c in components)
-    return [one] * layer.kv_heads if by_head else [one * layer.kv_heads]
+def block_widths(source: CacheGeometry, inputs: str, component: int, by_head: bool) -> list[int]:
+    """Features of each source block (numbered as :func:`source_blocks` does) that feed keys (0) or values (1)."""
+    components = (0, 1) if inputs == "both" else (component,)
+    found = []
+    for layer in source.layers:
+        one = sum((layer.key_dim, layer.value_dim)[c] for c in components)
+        found += [one] * layer.kv_heads if by_head else [one * layer.kv_heads]
+    return found
+
+
+def _reads(entry: Entry, source: CacheGeometry, by_head: bool) -> list[int]:
+    """Numbers of the blocks that an entry reads, in the order of its features."""
+    if not by_head:
+        return list(dict.fromkeys(part[0] for part in entry.parts))
+    first = np.cumsum([0, *(layer.kv_heads for layer in source.layers)])
+    return [int(first[layer]) + head for layer, head in entry.blocks]
 
 
 def _layer_block(
-    solved: Sequence[Fitted],
-    gather: Sequence[Sequence[int]],
+    solved: Sequence[tuple[list[int], Fitted]],
+    count: int,
     widths: Sequence[int],
     layer: LayerGeometry,
     component: int,
 ) -> tuple[np.ndarray, ...]:
-    """Arrays of one target layer and component; features of narrow blocks are padded with zero coefficients."""
+    """Arrays of one target layer and component; narrow blocks and missing ones are padded with zero coefficients."""
     full = max(widths)
     channels = (layer.key_dim, layer.value_dim)[component]
-    coefficients, centers = [], []
-    for one, blocks in zip(solved, gather, strict=True):
+    coefficients, centers, gather = [], [], []
+    for blocks, one in solved:
         rows = np.concatenate([at * full + np.arange(widths[block]) for at, block in enumerate(blocks)])
-        padded = np.zeros((len(blocks) * full, one.coefficients.shape[1]), np.float32)
-        center = np.zeros(len(blocks) * full, np.float32)
+        padded = np.zeros((count * full, one.coefficients.shape[1]), np.float32)
+        center = np.zeros(count * full, np.float32)
         padded[rows], center[rows] = one.coefficients, one.center
         coefficients.append(padded.reshape(len(padded), -1, channels))
         centers.append(center)
-    mean = np.concatenate([one.mean for one in solved]).reshape(layer.kv_heads, channels)
-    covariance = np.concatenate([one.covariance for one in solved])
+        gather.append(blocks + [blocks[0]] * (count - len(blocks)))
+    mean = np.concatenate([one.mean for _, one in solved]).reshape(layer.kv_heads, channels)
+    covariance = np.concatenate([one.covariance for _, one in solved])
     return (
         np.asarray(gather, np.int32),
         np.stack(coefficients),

@@ -16,8 +16,8 @@ from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
 from kvx.errors import KvxError
 from kvx.fitting.synthetic import SOURCE, TARGET, toy_pairs
 from kvx.mappers import constant, full_head, random
-from kvx.mappers.full_head import nearest_layers
 from kvx.mappers.linear import source_blocks
+from kvx.mappers.support import nearest_layers
 
 NARROW, WIDE = (
     LayerGeometry(1, 4, 6, rope=RopeSpec.create(dim=4)),

@@ -55,6 +55,24 @@ def test_inspect_tells_what_a_mapper_is(mapper: Path, capsys) -> None:
     assert "FullHead" in capsys.readouterr().out
 
 
+def test_head_matched_maps_are_fitted_and_inspected(pair, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "m"
+    fit = ["fit", *pair.models, "--text", str(pair.text), "--out", str(folder), *FIT, "--budget", "1000000"]
+    assert cli.main(fit) == 2
+    assert "--method head_matched" in capsys.readouterr().err
+    assert cli.main([*fit, "--method", "head_matched", "--json"]) == 0
+    assert figures(capsys)["report"]["entries"][0]["source_heads"]
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    found = figures(capsys)
+    assert found["bytes"] <= 1_000_000
+    heads = [(row["target_layer"], row["component"], row["target_heads"]) for row in found["support"]]
+    assert len(heads) == len({str(one) for one in heads})
+    for row in found["support"]:
+        assert {int(one.split(":")[0]) for one in row["source_heads"]} == set(row["source_layers"])
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert "HeadMatched" in capsys.readouterr().out
+
+
 def test_inspect_tells_what_a_model_is(pair, capsys) -> None:
     assert cli.main(["inspect", str(pair.source), "--json"]) == 0
     found = figures(capsys)

@@ -1,0 +1,134 @@
+"""Support tables: which source layers and heads feed which outputs, and their solution as one linear map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvx.cache.geometry import CacheGeometry
+from kvx.errors import KvxError
+from kvx.mappers.base import Entry
+from kvx.mappers.linear import LinearParams, assemble, part_of
+
+if TYPE_CHECKING:
+    from kvx.fitting.moments import Moments
+
+RIDGES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+RANKING_RIDGE = 1e-2
+
+
+def layer_entry(
+    source: CacheGeometry, target: CacheGeometry, layer: int, component: int, layers: Sequence[int], inputs: str
+) -> Entry:
+    """All heads of a target layer's keys (0) or values (1), fed by all heads of some source layers.
+
+    Example:
+        >>> from kvx.fitting.synthetic import SOURCE, TARGET
+        >>> from kvx.mappers.support import layer_entry
+        >>> layer_entry(SOURCE, TARGET, 1, 0, (0, 2), "both").parts
+        ((0, 0, 8), (0, 8, 16), (2, 0, 8), (2, 8, 16))
+    """
+    shape = target.layers[layer]
+    parts = tuple(part_of(source.layers[i], i, kind) for i in layers for kind in kinds(inputs, component))
+    return Entry(layer, component, (0, shape.kv_heads), (shape.key_dim, shape.value_dim)[component], parts)
+
+
+def head_entry(
+    source: CacheGeometry,
+    target: CacheGeometry,
+    layer: int,
+    component: int,
+    heads: tuple[int, int],
+    blocks: Sequence[tuple[int, int]],
+    inputs: str,
+) -> Entry:
+    """Some heads (first and the one after the last) of a target layer, fed by single heads ``(source layer, head)``.
+
+    Example:
+        >>> from kvx.fitting.synthetic import SOURCE, TARGET
+        >>> from kvx.mappers.support import head_entry
+        >>> head_entry(SOURCE, TARGET, 1, 0, (0, 1), [(0, 1), (2, 0)], "both").parts
+        ((0, 4, 8), (0, 12, 16), (2, 0, 4), (2, 8, 12))
+    """
+    shape = target.layers[layer]
+    parts = tuple(part_of(source.layers[i], i, kind, head) for i, head in blocks for kind in kinds(inputs, component))
+    channels = (shape.key_dim, shape.value_dim)[component]
+    return Entry(layer, component, heads, channels, parts, tuple((int(i), int(head)) for i, head in blocks))
+
+
+def kinds(inputs: str, component: int) -> tuple[int, ...]:
+    """Components of a source block that feed keys (0) or values (1)."""
+    return (0, 1) if inputs == "both" else (component,)
+
+
+def solve(
+    moments: Moments,
+    held_out: Moments | None,
+    entries: Sequence[Entry],
+    ridges: Sequence[float],
+    *,
+    inputs: str = "both",
+    by_head: bool = False,
+) -> LinearParams:
+    """Fit every entry of a support table and stack the blocks into one linear map.
+
+    Args:
+        moments: of a pair whose geometries are ``moments.source`` and ``moments.target``.
+        held_out: rows of other texts; needed to choose among several ridges, and fitted too in the end.
+        entries: the table: for each target layer keys then values, each in the order of the heads.
+        ridges: candidates, on the scaled Gram.
+        inputs, by_head: as in :class:`kvx.mappers.linear.LinearParams`.
+
+    Returns:
+        Parameters; ``params.report`` tells how each entry went.
+
+    Raises:
+        KvxError: several ridges without held-out rows, or a system that cannot be solved.
+    """
+    fitted = moments.regress(held_out, entries, ridges)
+    return assemble(entries, fitted, moments.source, moments.target, inputs=inputs, by_head=by_head)
+
+
+def check_settings(layers: Any, inputs: str, choice: str, ridge: float | tuple[float, ...] | None) -> tuple[float, ...]:
+    """Candidates of the ridge, after the settings that maps with a support table share have been checked.
+
+    Raises:
+        KvxError: naming the setting that is out of range.
+    """
+    if layers != "all" and not (isinstance(layers, int) and layers >= 1):
+        raise KvxError(f"layers is {layers!r}; expected a number of source layers of at least 1, or 'all'.")
+    check_choice("inputs", inputs, ("both", "same"))
+    check_choice("choice", choice, ("nearest", "best"))
+    ridges = RIDGES if ridge is None else ridge if isinstance(ridge, tuple) else (float(ridge),)
+    if not ridges or not all(0 <= r < float("inf") for r in ridges):
+        raise KvxError(f"ridge is {ridge!r}; expected a number of at least 0, a tuple of them, or None to choose one.")
+    return tuple(float(r) for r in ridges)
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, str]) -> None:
+    """Refuse a setting that is neither of two words.
+
+    Raises:
+        KvxError: naming both.
+    """
+    if value not in allowed:
+        raise KvxError(f"{name} is {value!r}; expected {allowed[0]!r} or {allowed[1]!r}.")
+
+
+def nearest_layers(source_layers: int, target_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """For each target layer the ``count`` consecutive source layers around the one at the same relative depth.
+
+    Example:
+        >>> from kvx.mappers.support import nearest_layers
+        >>> nearest_layers(5, 3, 2)
+        ((0, 1), (2, 3), (3, 4))
+    """
+    count = min(count, source_layers)
+    found = []
+    for layer in range(target_layers):
+        depth = layer * (source_layers - 1) / max(target_layers - 1, 1)
+        first = int(np.clip(np.floor(depth - (count - 1) / 2 + 0.5), 0, source_layers - count))
+        found.append(tuple(range(first, first + count)))
+    return tuple(found)
