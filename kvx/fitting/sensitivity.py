@@ -1,8 +1,8 @@
 """Sensitivity: how strongly an error in one cached key or value moves the attention outputs of later queries.
 
-To first order an error ``dv_i``, ``dk_i`` of cached token i moves the output of query u by
-``d o_u = sum_i a_ui dv_i + sum_i a_ui c_ui (q_u . dk_i) (v_i - o_u)``, with softmax weight a and c the score scale times
-the soft cap's derivative. The squared Frobenius norms of these two maps are what a fit should weigh tokens by.
+To first order errors ``dv_i``, ``dk_i`` of cached tokens i move the output of query u by
+``d o_u = sum_i a_ui dv_i + sum_i a_ui c_ui (q_u . dk_i) (v_i - o_u)``, with softmax weight a, and c the score scale
+times the soft cap's derivative. The squared Frobenius norms of these two maps are what a fit should weigh tokens by.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def sensitivity(
     """Sensitivity of every cached key and value of a context, with mean one in every sequence, layer and head.
 
     ``r_i^V = sum_u a_ui^2`` and ``r_i^K = sum_u c_ui^2 a_ui^2 |v_i - o_u|^2 |q_u|^2`` over the queries u of all query
-    heads that read the kv head. ``"all"`` sums over every query at the token's position or after. ``"probes"`` takes the
-    query at 32 positions, log-spaced from token 12 of the context to its end, brings each probe's share to unit mass
-    and adds the probes equally, so that early and late readers count alike. Windows, grouped heads, score scale and
-    soft cap are the model's. Queries are taken block by block: memory grows linearly with T.
+    heads that read the kv head. ``"all"`` sums over every query at the token's position or after. ``"probes"`` takes
+    the query at 32 positions, log-spaced from token 12 of the context to its end, brings each probe's share to unit
+    mass and adds the probes equally, so that early and late readers count alike. Windows, grouped heads, score scale
+    and soft cap are the model's. Queries are taken block by block: memory grows linearly with T.
 
     Args:
         config: of the model that owns the cache.

@@ -11,7 +11,7 @@ from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
-from kvx.mappers.base import Entry
+from kvx.mappers.base import Entry, Support
 from kvx.mappers.linear import LinearParams, apply_linear, assemble, part_of
 
 if TYPE_CHECKING:
@@ -30,12 +30,16 @@ class FullHead:
         inputs: ``"both"``: keys and values feed keys and values; ``"same"``: each only its own kind.
         choice: ``"nearest"`` in depth, or ``"best"`` by held-out explained variance.
         ridges: candidates; with several, each target layer and component takes the best on held-out rows.
+        sensitivity: which sensitivities weigh the rows (``"probes"``, ``"all"``), ``None`` for uniform weights.
+        select: the best ridge is that of ``"r2"``, or of ``"attention"``: with held-out rows weighted by sensitivity.
     """
 
     layers: int | str = 7
     inputs: str = "both"
     choice: str = "nearest"
     ridges: tuple[float, ...] = RIDGES
+    sensitivity: str | None = None
+    select: str = "r2"
 
     def reach(self, source: CacheGeometry, target: CacheGeometry) -> tuple[tuple[int, ...], ...] | None:
         """Source layers that may feed each target layer; ``None`` when any may."""
@@ -53,6 +57,11 @@ class FullHead:
         Returns:
             Parameters; ``params.report`` tells how each entry went.
         """
+        support = self.support(moments, held_out)
+        return support.finish(moments.regress(held_out, support.entries, self.ridges))
+
+    def support(self, moments: Moments, held_out: Moments | None = None) -> Support:
+        """The chosen source layers as entries: one for each target layer's keys and one for its values."""
         source, target = moments.source, moments.target
         supports = self._supports(moments, held_out)
         entries = [
@@ -60,8 +69,8 @@ class FullHead:
             for layer in range(target.num_layers)
             for component in (0, 1)
         ]
-        fitted = moments.regress(held_out, entries, self.ridges)
-        return assemble(fitted, [[layers] for layers in supports], source, target, inputs=self.inputs)
+        gathers = [[layers] for layers in supports]
+        return Support(entries, lambda fitted: assemble(fitted, gathers, source, target, inputs=self.inputs))
 
     def apply(self, params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
         """The target's cache of the context; see :func:`kvx.mappers.linear.apply_linear`."""
@@ -100,6 +109,8 @@ def full_head(
     inputs: Literal["both", "same"] = "both",
     choice: Literal["nearest", "best"] = "nearest",
     ridge: float | tuple[float, ...] | None = None,
+    sensitivity: bool | Literal["probes", "all"] | None = False,
+    select: Literal["r2", "attention"] = "r2",
 ) -> FullHead:
     """Ridge regression of each target layer's keys and values on all heads of k source layers.
 
@@ -114,6 +125,11 @@ def full_head(
             variance alone, averaged over heads and over keys and values.
         ridge: on the scaled Gram, without unit; ``None``: chosen on held-out rows from 1e-5 ... 1 for each target layer
             and component; a tuple: chosen among these.
+        sensitivity: weigh each row by how strongly an error in its key or value moves the attention outputs of later
+            queries (mean over the layer's heads), as far as enough effective rows remain; measured at 32 ``"probes"``
+            (also ``True``) or with ``"all"`` queries. Needs a second pass over the pairs.
+        select: what chooses among several ridges: held-out ``"r2"``, or ``"attention"``: the held-out error weighted by
+            sensitivity, a proxy of the error of attention outputs (a second pass as well).
 
     Returns:
         The method; fit it with :func:`kvx.fit`.
@@ -142,7 +158,12 @@ def full_head(
     ridges = RIDGES if ridge is None else ridge if isinstance(ridge, tuple) else (float(ridge),)
     if not ridges or not all(0 <= r < float("inf") for r in ridges):
         raise KvxError(f"ridge is {ridge!r}; expected a number of at least 0, a tuple of them, or None to choose one.")
-    return FullHead(layers, inputs, choice, tuple(float(r) for r in ridges))
+    mode = "probes" if sensitivity is True else sensitivity or None
+    if mode not in (None, "probes", "all"):
+        raise KvxError(f"sensitivity is {sensitivity!r}; expected False, 'probes' (or True) or 'all'.")
+    if select not in ("r2", "attention"):
+        raise KvxError(f"select is {select!r}; expected 'r2' or 'attention'.")
+    return FullHead(layers, inputs, choice, tuple(float(r) for r in ridges), mode, select)
 
 
 def nearest_layers(source_layers: int, target_layers: int, count: int) -> tuple[tuple[int, ...], ...]:
