@@ -31,6 +31,10 @@ class FitSettings(Common):
     """Source layers by depth, or by their score on held-out moments."""
     ridge: float | None = None
     """Ridge on the scaled Gram (no unit); None: chosen on held-out moments."""
+    sensitivity: Literal["probes", "all"] | None = None
+    """Weigh tokens by how strongly later queries (32 probes, or all of them) read them; None: all the same."""
+    select: Literal["r2", "attention"] = "r2"
+    """What chooses the ridge: held-out R^2, or the held-out error weighted by sensitivity."""
     held_out: float = 0.1
     """Share of the fitted sequences that only chooses the ridge and layers (0 to 1)."""
     rule: Literal["covering", "causal", "overlap"] = "covering"
@@ -115,7 +119,14 @@ def mapper_of(settings: FitSettings) -> Mapper:
     """The method that the settings name."""
     from kvx.mappers import full_head
 
-    return full_head(layers=settings.layers, inputs=settings.inputs, choice=settings.choice, ridge=settings.ridge)
+    return full_head(
+        layers=settings.layers,
+        inputs=settings.inputs,
+        choice=settings.choice,
+        ridge=settings.ridge,
+        sensitivity=settings.sensitivity,
+        select=settings.select,
+    )
 
 
 def pairs_of(settings: FitSettings, source: Model, target: Model, texts: Sequence[str]) -> Pairs:

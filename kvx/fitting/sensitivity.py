@@ -96,6 +96,7 @@ def check_mode(mode: str) -> None:
         raise KvxError(f"sensitivity is {mode!r}; expected one of {', '.join(map(repr, MODES))}.")
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "window", "softcap"))
 @typed
 def column_sums(
     queries: Float[Array, "B H U D"],

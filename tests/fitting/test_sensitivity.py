@@ -43,6 +43,7 @@ def problem(heads: int, kv_heads: int, value_dim: int, *, length: int = 11, batc
 @pytest.mark.parametrize("name", CASES)
 def test_sums_equal_the_jacobian(name: str, monkeypatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 4)  # several blocks, the last one not full
+    column_sums.clear_cache()
     heads, kv_heads, value_dim, settings = CASES[name]
     settings = {"scale": 0.5, **settings}
     q, k, v, pos = problem(heads, kv_heads, value_dim)
@@ -51,7 +52,7 @@ def test_sums_equal_the_jacobian(name: str, monkeypatch) -> None:
     def output(k, v):
         return attend(q, [LayerView(k, v, slots)], pos, **settings)
 
-    by_key, by_value = jax.jacrev(output, argnums=(0, 1))(k, v)  # [B,H,U,Dv, B,K,T,D]
+    by_key, by_value = jax.jit(jax.jacrev(output, argnums=(0, 1)))(k, v)  # [B,H,U,Dv, B,K,T,D]
     keys = (by_key**2).sum(axis=(0, 1, 2, 3, 7))
     values = (by_value**2).sum(axis=(0, 1, 2, 3, 7)) / value_dim
     filled = (slots >= 0)[..., None]
@@ -151,7 +152,7 @@ def test_rotated_caches_give_the_same(run) -> None:
 @pytest.mark.parametrize("mode", ["probes", "all"])
 def test_memory_grows_linearly(mode: str) -> None:
     sizes = []
-    for length in (512, 1024, 2048, 4096, 8192):
+    for length in (512, 2048, 8192):
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         pos = jax.ShapeDtypeStruct((1, length), jnp.int32)
         view = LayerView(f32(1, 1, length, 8), f32(1, 1, length, 8), jax.ShapeDtypeStruct((1, 1, length), jnp.int32))
@@ -159,7 +160,7 @@ def test_memory_grows_linearly(mode: str) -> None:
         compiled = module._layer.lower(f32(1, 2, length, 8), pos, view, 1, **settings).compile()
         sizes.append(compiled.memory_analysis().temp_size_in_bytes)
     ratios = np.array(sizes[1:]) / np.array(sizes[:-1])
-    assert (ratios < 2.1).all(), sizes
+    assert (ratios < 4.5).all(), sizes
 
 
 def test_rows_stand_beside_the_batch() -> None:
