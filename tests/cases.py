@@ -156,6 +156,7 @@ MAPPERS: dict[str, MapperCase] = {
     "full_head, all layers": MapperCase(_fitted(full_head(layers="all", ridge=1e-6))),
     "full_head, best layers": MapperCase(_fitted(full_head(layers=1, choice="best"))),
     "full_head, own kind": MapperCase(_fitted(full_head(layers=2, inputs="same")), exact=False),
+    "full_head, weighted": MapperCase(_fitted(full_head(layers=2, sensitivity="probes", select="attention"))),
     "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
     "chain": MapperCase(_chained, exact=False),
 }

@@ -124,16 +124,10 @@ def _entry(
         if weighted[0] is not None:
             system = mixed(system, weighted[0], alpha_of(weighted[0], gathered.counts[0]))
         ridge, attention = _choose(system, weighted[1], ridges, ridge, entry)
-    even = of_normals(whole, entry)
-    alpha, count, used = 0.0, sum(gathered.counts), even
-    rows = float(count)
-    if weighing.fit:
-        parts = [part for part in weighted if part is not None and part.weight > 0]
-        joined = _joined(parts)
-        if joined is not None:
-            alpha = alpha_of(joined, count)
-            used = mixed(even, joined, alpha)
-            rows = count / (1 + alpha**2 * joined.variation(count))
+    even, joined, count = of_normals(whole, entry), _joined(weighted) if weighing.fit else None, sum(gathered.counts)
+    alpha = 0.0 if joined is None else alpha_of(joined, count)
+    used = even if joined is None else mixed(even, joined, alpha)
+    rows = count / (1 + alpha**2 * (0.0 if joined is None else joined.variation(count)))
     solution = _system(used, entry).factor(ridge).solve(used.cross, where=entry.name)
     report = dataclasses.replace(
         first.report, alpha=alpha, effective_rows=rows, attention_held_out=tuple(map(float, attention))
@@ -141,14 +135,13 @@ def _entry(
     return _finish(entry, even, used, solution, report)
 
 
-def _joined(parts: Sequence[Centred]) -> Centred | None:
-    """Weighted moments of both sides as one."""
-    if not parts:
-        return None
-    if len(parts) == 1:
-        return parts[0]
+def _joined(sides: Sequence[Centred | None]) -> Centred | None:
+    """Weighted moments of both sides as one; ``None`` without any."""
+    parts = [side for side in sides if side is not None]
+    if len(parts) < 2:
+        return parts[0] if parts else None
     a, b = parts
-    return dataclasses.replace(mixed(a, b, b.weight / (a.weight + b.weight)), weight2=a.weight2 + b.weight2)
+    return mixed(a, b, b.weight / (a.weight + b.weight))
 
 
 def _system(moments: Centred, entry: Entry) -> System:

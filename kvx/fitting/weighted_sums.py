@@ -20,7 +20,7 @@ from kvx.fitting.plan import Plan
 from kvx.fitting.sensitivity import as_columns
 from kvx.fitting.stream import Reader
 from kvx.mappers.base import Entry
-from kvx.typing import pytree, static
+from kvx.typing import pytree
 
 
 @pytree
@@ -32,12 +32,12 @@ class Frame:
 
     Attributes:
         mean: float32 ``[P]``; white: float32 ``[w,w]`` upper triangular, for each part.
-        columns: first and last column (exclusive) of each part among all features.
+        starts: int32, first column of each part among all features (traced: one program serves all frames of a shape).
     """
 
     mean: Array
     white: tuple[Array, ...]
-    columns: tuple[tuple[int, int], ...] = static()
+    starts: Array
 
 
 @pytree
@@ -83,7 +83,7 @@ class WeightedPass(Reader):
 
     Attributes:
         entries: the chosen support.
-        frames: coordinates, by parts; outputs: of each entry.
+        frames: coordinates, by parts; members: the entries that read them; outputs: of each entry.
         totals: for each entry and side the fp32 sums and what their rounding has lost; ``None`` where not asked for.
         counts: rows of each side.
     """
@@ -102,6 +102,9 @@ class WeightedPass(Reader):
         super().__init__(rows, held_out)
         self.plan, self.entries, self.sides = plan, list(entries), tuple(sides)
         self.frames = {parts: _frame(plan, uniform, parts) for parts in dict.fromkeys(e.parts for e in entries)}
+        self.members: dict[Any, list[int]] = {parts: [] for parts in self.frames}
+        for i, entry in enumerate(entries):
+            self.members[entry.parts].append(i)
         self.outputs = [_outputs(plan, uniform, entry) for entry in entries]
         self.totals: list[list[tuple[EntrySums, EntrySums] | None]] = [
             [_zeros(entry, self.frames[entry.parts]) if side in self.sides else None for side in (0, 1)]
@@ -122,12 +125,12 @@ class WeightedPass(Reader):
         self.counts[side] += int(np.count_nonzero(np.asarray(block.weight)))
         if side not in self.sides:
             return
-        for parts, frame in self.frames.items():
-            z = _coordinates(frame, block.x, block.weight)
-            for entry, outputs, totals in zip(self.entries, self.outputs, self.totals, strict=True):
-                found = totals[side]
-                if entry.parts == parts and found is not None:
-                    totals[side] = _add(*found, z, block.y, block.weight, outputs)
+        for parts, members in self.members.items():
+            z = _coordinates(self.frames[parts], block.x, block.weight)
+            for i in members:
+                found = self.totals[i][side]
+                if found is not None:
+                    self.totals[i][side] = _add(*found, z, block.y, block.weight, self.outputs[i])
 
     def state(self) -> Any:
         """The sums."""
@@ -141,8 +144,8 @@ class WeightedPass(Reader):
 
 def _frame(plan: Plan, uniform: Normals, parts: tuple[tuple[int, int, int], ...]) -> Frame:
     white = tuple(jnp.asarray(whitening(uniform.gram((part,)))) for part in parts)
-    columns = tuple((plan.x_starts[layer] + first, plan.x_starts[layer] + stop) for layer, first, stop in parts)
-    return Frame(jnp.asarray(uniform.mean(parts), jnp.float32), white, columns)
+    starts = [plan.x_starts[layer] + first for layer, first, _ in parts]
+    return Frame(jnp.asarray(uniform.mean(parts), jnp.float32), white, jnp.asarray(starts, jnp.int32))
 
 
 def _outputs(plan: Plan, uniform: Normals, entry: Entry) -> Outputs:
@@ -151,8 +154,9 @@ def _outputs(plan: Plan, uniform: Normals, entry: Entry) -> Outputs:
     scale = np.where(variance > 0, 1 / np.sqrt(np.where(variance > 0, variance, 1.0)), 1.0)
     widths = plan.targets[entry.target]
     start = plan.y_starts[entry.target] + sum(widths[: entry.component]) + entry.columns.start
-    layers = plan.target.layers if plan.target is not None else ()
-    heads = layers[entry.target].kv_heads if layers else entry.heads[1]
+    if plan.target is None:
+        raise KvxError("a weighted pass needs the target's geometry; make the plan with Plan.of(source, target).")
+    heads = plan.target.layers[entry.target].kv_heads
     columns = plan.y_starts[-1] + (entry.target * heads + np.arange(*entry.heads)) * 2 + entry.component
     mean = uniform.output_mean(*where)[entry.columns]
     return Outputs(
@@ -174,10 +178,11 @@ def _zeros(entry: Entry, frame: Frame) -> tuple[EntrySums, EntrySums]:
 def _coordinates(frame: Frame, x: Array, weight: Array) -> Array:
     """Rows in pivot coordinates, ``[N,P]``; zero where the weight is (``where`` before the product)."""
     keep, at, parts = (weight > 0)[:, None], 0, []
-    for (start, stop), white in zip(frame.columns, frame.white, strict=True):
-        centred = jnp.where(keep, x[:, start:stop] - frame.mean[None, at : at + stop - start], 0.0)
-        parts.append(jnp.dot(centred, white, precision=HIGHEST))
-        at += stop - start
+    for i, white in enumerate(frame.white):
+        width = len(white)
+        own = jax.lax.dynamic_slice_in_dim(x, frame.starts[i], width, axis=1)
+        parts.append(jnp.dot(jnp.where(keep, own - frame.mean[None, at : at + width], 0.0), white, precision=HIGHEST))
+        at += width
     return jnp.concatenate(parts, axis=1)
 
 

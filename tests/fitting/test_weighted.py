@@ -199,7 +199,9 @@ def test_padding_is_never_read() -> None:
 def test_sums_name_the_highest_precision() -> None:
     from kvx.fitting import weighted_sums as module
 
-    sums = module._zeros(Entry(0, 0, (0, 1), 2, ((0, 0, 3),)), module.Frame(jnp.zeros(3), (jnp.eye(3),), ((0, 3),)))
+    sums = module._zeros(
+        Entry(0, 0, (0, 1), 2, ((0, 0, 3),)), module.Frame(jnp.zeros(3), (jnp.eye(3),), jnp.zeros(1, jnp.int32))
+    )
     outputs = module.Outputs(jnp.int32(0), jnp.array([2]), jnp.zeros(2), jnp.ones(2))
     text = module._add.lower(*sums, jnp.ones((8, 3)), jnp.ones((8, 3)), jnp.ones(8), outputs).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
