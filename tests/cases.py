@@ -161,6 +161,10 @@ MAPPERS: dict[str, MapperCase] = {
     "head_matched, by index": MapperCase(
         _fitted(head_matched(layers=1, inputs="same", heads="index", choice="best", ridge=0.1)), exact=False
     ),
+    "full_head, weighted": MapperCase(_fitted(full_head(layers=2, sensitivity="probes", select="attention"))),
+    "head_matched, weighted": MapperCase(
+        _fitted(head_matched(layers=2, sensitivity="all"), support=planted_heads(SOURCE, TARGET)), exact=False
+    ),
     "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
     "chain": MapperCase(_chained, exact=False),
 }

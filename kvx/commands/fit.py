@@ -35,6 +35,10 @@ class FitSettings(Common):
     """Size of the map in bytes, at most: fewer source layers, wider support only within it; head_matched only."""
     ridge: float | None = 1e-3
     """Ridge on the scaled Gram (no unit); None: chosen by held-out explained variance, which shrinks more."""
+    sensitivity: Literal["probes", "all"] | None = None
+    """Weigh tokens by how strongly later queries (32 probes, or all of them) read them; None: all the same."""
+    select: Literal["r2", "attention"] = "r2"
+    """What chooses the ridge: held-out R^2, or the held-out error weighted by sensitivity."""
     held_out: float = 0.1
     """Share of the fitted sequences that only chooses the ridge and layers (0 to 1)."""
     rule: Literal["covering", "causal", "overlap"] = "covering"
@@ -131,10 +135,19 @@ def mapper_of(settings: FitSettings) -> Mapper:
             choice=settings.choice,
             ridge=settings.ridge,
             budget=settings.budget,
+            sensitivity=settings.sensitivity,
+            select=settings.select,
         )
     if settings.budget is not None or settings.heads != "learned":
         raise UsageError("--heads and --budget are settings of head_matched; add --method head_matched, or leave them.")
-    return full_head(layers=settings.layers, inputs=settings.inputs, choice=settings.choice, ridge=settings.ridge)
+    return full_head(
+        layers=settings.layers,
+        inputs=settings.inputs,
+        choice=settings.choice,
+        ridge=settings.ridge,
+        sensitivity=settings.sensitivity,
+        select=settings.select,
+    )
 
 
 def pairs_of(settings: FitSettings, source: Model, target: Model, texts: Sequence[str]) -> Pairs:

@@ -341,7 +341,17 @@ def _whitening(x: np.ndarray) -> np.ndarray:
     scale = np.sqrt(np.mean(x**2, axis=0))
     scale = np.where(scale > 0, scale, 1.0)
     x = x / scale
-    covariance = x.T @ x / len(x)
+    return _whitening_of(x.T @ x / len(x), scale)
+
+
+def whitening(covariance: np.ndarray) -> np.ndarray:
+    """Upper-triangular ``T`` such that rows of this covariance times ``T`` are nearly white, float32 ``[w,w]``."""
+    scale = np.sqrt(np.maximum(np.diag(covariance), 0.0))
+    scale = np.where(scale > 0, scale, 1.0)
+    return _whitening_of(covariance / np.outer(scale, scale), scale)
+
+
+def _whitening_of(covariance: np.ndarray, scale: np.ndarray) -> np.ndarray:
     covariance[np.diag_indices_from(covariance)] += WHITENING_FLOOR + (np.diag(covariance) == 0)
     lower = np.linalg.cholesky(covariance)
     inverse = solve_triangular(lower, np.eye(len(lower)), lower=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,10 @@ from kvx.cache.geometry import CacheGeometry
 from kvx.cache.ops import slice_slots, unrotate_keys
 from kvx.errors import KvxError
 from kvx.fitting.passages import sequences
+from kvx.fitting.sensitivity import check_mode, sensitivity
 from kvx.mappers.linear import aligned_rows, cache_rows
 from kvx.models.buckets import bucket_length
+from kvx.models.decoder import forward
 from kvx.models.prefill import prefill
 from kvx.typing import host, pytree
 
@@ -39,6 +42,7 @@ class PairBatch:
         alignment: of the target's tokens onto the source's slots, ``[B,T,R]``.
         weight: float32 ``[B,T]``: 1 for a token to fit, 0 for padding and tokens that nothing feeds.
         sequences: host only: index of each row's sequence in the stream; -1 for rows that only fill the batch.
+        sensitivity: float32 ``[L,B,K,T,2]`` of the target's keys and values, ``None`` unless :meth:`Pairs.weighed`.
     """
 
     source: KVCache
@@ -46,6 +50,7 @@ class PairBatch:
     alignment: Alignment
     weight: Array
     sequences: tuple[int, ...] | None = host(default=None)
+    sensitivity: Array | None = None
 
     def __repr__(self) -> str:
         batch, length = getattr(self.weight, "shape", ("?", "?"))
@@ -63,6 +68,7 @@ class Pairs:
         rule: alignment rule.
         provenance: ``source`` and ``target`` provenance, ``None`` where a model has none.
         facts: settings and digests, plain JSON.
+        sensitive: makes the stream that also holds sensitivities, from their mode; ``None`` where nothing can.
     """
 
     batches: Callable[[Callable[[float], Any]], Iterator[PairBatch]]
@@ -72,6 +78,18 @@ class Pairs:
     rule: str = "covering"
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sensitive: Callable[[str], Callable[[Callable[[float], Any]], Iterator[PairBatch]]] | None = None
+
+    def weighed(self, mode: str) -> Pairs:
+        """The same pairs, whose batches also hold sensitivities (``"probes"`` or ``"all"``).
+
+        Raises:
+            KvxError: an unknown mode, or pairs that come from no model with queries.
+        """
+        check_mode(mode)
+        if self.sensitive is None:
+            raise KvxError("these pairs hold caches without queries, so nothing tells sensitivities; use kvx.pairs.")
+        return dataclasses.replace(self, batches=self.sensitive(mode))
 
     def __iter__(self) -> Iterator[PairBatch]:
         return self.batches(lambda percent: None)
@@ -154,7 +172,7 @@ def pairs(
     cached = prefill(target, jnp.asarray([ids], jnp.int32), keep="all") if ids else None
     held = slice_slots(cached, 0, len(ids)) if cached is not None else None
 
-    def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
+    def stream(report: Callable[[float], Any], mode: str | None = None) -> Iterator[PairBatch]:
         found = sequences(
             texts,
             reader,
@@ -169,14 +187,22 @@ def pairs(
             tokens += sum(count for _, _, count in rows)
             characters += sum(len(text) for _, text, _ in rows)
             yield read_batch(
-                source, target, [text for _, text, _ in rows], [n for n, _, _ in rows], ids, rule, batch_size
+                source, target, [text for _, text, _ in rows], [n for n, _, _ in rows], ids, rule, batch_size, mode
             )
             share = characters / max(total, 1)
             report(100.0 * min(1.0, share if max_tokens is None else max(share, tokens / max_tokens)))
 
     provenance = {"source": source.provenance, "target": target.provenance}
     geometries = source.config.geometry, target.config.geometry
-    return Pairs(stream, *geometries, prefix=held, rule=rule, provenance=provenance, facts=facts)
+    return Pairs(
+        stream,
+        *geometries,
+        prefix=held,
+        rule=rule,
+        provenance=provenance,
+        facts=facts,
+        sensitive=lambda mode: functools.partial(stream, mode=mode),
+    )
 
 
 def read_batch(
@@ -187,8 +213,12 @@ def read_batch(
     prefix: Sequence[int],
     rule: str,
     batch_size: int,
+    mode: str | None = None,
 ) -> PairBatch:
-    """Prefill a batch of texts with both models and align them; missing rows repeat the first with weight 0."""
+    """Prefill a batch of texts with both models and align them; missing rows repeat the first with weight 0.
+
+    With a ``mode`` of :func:`kvx.fitting.sensitivity.sensitivity` the target's queries weigh its own cache.
+    """
     count = len(texts)
     texts = [*texts, *[texts[0]] * (batch_size - count)]
     rows = [source._tokenizer().encode_batch(texts), target._tokenizer().encode_batch(texts, bos=False)]
@@ -199,11 +229,25 @@ def read_batch(
     tokens[:, : len(prefix) + theirs.shape[1]] = np.concatenate([lead, theirs], axis=1)
     alignment = align(source, target, texts, rule=rule, length=slots - len(prefix))
     read = prefill(source, jnp.asarray(ours), keep="all")
-    written = slice_slots(prefill(target, jnp.asarray(tokens), keep="all", capacity=slots), len(prefix), slots)
+    whole, weights = _read_target(target, jnp.asarray(tokens), slots, len(prefix), mode)
+    written = slice_slots(whole, len(prefix), slots)
     real = jnp.asarray(np.arange(len(texts)) < count)[:, None]
     weight = ((alignment.pos >= 0) & real).astype(jnp.float32)
     filled = (*indices, *[-1] * (len(texts) - count))
-    return PairBatch(read, written, alignment, weight, filled)
+    return PairBatch(read, written, alignment, weight, filled, weights)
+
+
+def _read_target(
+    target: Model, tokens: Array, slots: int, prefix: int, mode: str | None
+) -> tuple[KVCache, Array | None]:
+    """The target's cache of prefix and context, and the context's sensitivities when a mode is given."""
+    if mode is None:
+        return prefill(target, tokens, keep="all", capacity=slots), None
+    out = forward(target, tokens, keep="all", capacity=slots, collect_queries=True)
+    positions = jnp.where(tokens >= 0, jnp.cumsum(tokens >= 0, axis=1, dtype=jnp.int32) - 1, -1)
+    queries = jnp.asarray(out.queries)
+    found = sensitivity(target.config, queries, positions, out.cache, mode=mode, first=prefix)
+    return out.cache, found[:, :, :, prefix:]
 
 
 def _batched(found: Iterable[tuple[str, int]], size: int) -> Iterator[list[tuple[int, str, int]]]:

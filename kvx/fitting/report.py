@@ -27,7 +27,8 @@ class FitReport:
         sequences: sequences read; held_out_sequences: of which held out.
         features: widest input of an entry.
         entries: one for each block of outputs; empty for methods without any.
-        seconds: wall time of ``pairs`` (both models), ``moments`` and ``solve``, compilation included.
+        seconds: wall time of ``pairs`` (both models), ``moments`` and ``solve``, and of ``weighted``, the whole second
+            pass of a weighted fit; compilation included.
         map_bytes: size of the parameters; moment_bytes: of the sums.
         pairs: digest of what was fitted on; facts: settings behind it.
     """
@@ -83,6 +84,9 @@ class FitReport:
             table.add_column(f"ridge {component}", justify="right")
             table.add_column(f"R2 {component} held out", justify="right")
         table.add_column("condition", justify="right")
+        if any(entry.alpha is not None for entry in self.entries):
+            table.add_column("alpha", justify="right")
+            table.add_column("effective rows", justify="right")
         for layer in sorted({entry.target for entry in self.entries}):
             table.add_row(*self._row([entry for entry in self.entries if entry.target == layer]))
         return table
@@ -95,7 +99,12 @@ class FitReport:
             held = [r2 for entry in ours for r2 in entry.r2_held_out]
             ridges = sorted({entry.ridge for entry in ours})
             row += [", ".join(f"{ridge:.0e}" for ridge in ridges), f"{np.mean(held):.3f}" if held else "-"]
-        return [*row, f"{max(entry.condition for entry in entries):.0e}"]
+        row.append(f"{max(entry.condition for entry in entries):.0e}")
+        alphas = [entry.alpha for entry in entries if entry.alpha is not None]
+        rows = [entry.effective_rows for entry in entries if entry.effective_rows is not None]
+        if alphas and rows:
+            row += [f"{min(alphas):.2f}-{max(alphas):.2f}", f"{min(rows):,.0f}"]
+        return row
 
     @property
     def summary(self) -> str:

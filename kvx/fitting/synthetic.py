@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,7 +81,12 @@ def toy_pairs(
     }
     if support is not None:
         facts["support"] = [[entry.name, list(entry.parts)] for entry in support]
-    return Pairs(stream, source, target, prefix=first, provenance={"source": None, "target": None}, facts=facts)
+    provenance = {"source": None, "target": None}
+
+    def weighed(mode: str) -> Callable[[Callable[[float], Any]], Iterator[PairBatch]]:
+        return lambda report: (_weigh(batch, target) for batch in stream(report))
+
+    return Pairs(stream, source, target, prefix=first, provenance=provenance, facts=facts, sensitive=weighed)
 
 
 def _truth(
@@ -196,3 +202,12 @@ def _batch(
             side.append(jnp.asarray(rows.reshape(batch, slots, layer.kv_heads, width).swapaxes(1, 2), dtype))
     written = from_arrays(keys, values, jnp.asarray(pos), target)
     return PairBatch(cache, written, alignment, jnp.asarray(real, jnp.float32), tuple(range(first, first + batch)))
+
+
+def _weigh(batch: PairBatch, target: CacheGeometry) -> PairBatch:
+    """The batch with random sensitivities: a few tokens count for most, as in real attention."""
+    rng = np.random.default_rng((batch.sequences or (0,))[0])
+    shape = (target.num_layers, len(batch.weight), target.layers[0].kv_heads, batch.weight.shape[1], 2)
+    drawn = rng.lognormal(sigma=1.5, size=shape) * np.asarray(batch.weight)[None, :, None, :, None]
+    mean = drawn.sum(axis=3, keepdims=True) / np.asarray(batch.weight).sum(axis=1)[None, :, None, None, None]
+    return dataclasses.replace(batch, sensitivity=jnp.asarray(drawn / mean, jnp.float32))

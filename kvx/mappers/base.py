@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
@@ -222,6 +222,10 @@ class EntryReport:
         condition: estimate of the solved system; residual: relative; escalations: times the ridge was raised.
         features: width P of its input.
         source_heads: ``(source layer, head)`` blocks it reads; empty: all heads of its source layers.
+        alpha: share of the sensitivities in the rows' weights, 0 for uniform ones, ``None`` where none were gathered;
+            effective_rows: Kish's sample size under these weights.
+        attention_held_out: as ``r2_held_out``, of the chosen fit on rows weighted by sensitivity, per head; empty
+            unless that chose the ridge.
     """
 
     target: int
@@ -236,6 +240,9 @@ class EntryReport:
     escalations: int
     features: int = 0
     source_heads: tuple[tuple[int, int], ...] = ()
+    alpha: float | None = None
+    effective_rows: float | None = None
+    attention_held_out: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -254,6 +261,22 @@ class Fitted:
     mean: np.ndarray
     covariance: np.ndarray
     report: EntryReport
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Support:
+    """A chosen support table, ready to be solved with any weights.
+
+    Methods that can be fitted with sensitivities give one by ``support(moments, held_out)``, and name ``ridges``,
+    ``sensitivity`` (a mode or ``None``) and ``select`` (``"r2"`` or ``"attention"``) among their settings.
+
+    Attributes:
+        entries: what is to be solved.
+        finish: makes the method's parameters of the solved entries, in their order.
+    """
+
+    entries: Sequence[Entry]
+    finish: Callable[[Sequence[Fitted]], Any]
 
 
 def context_cache(

@@ -11,9 +11,17 @@ from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
-from kvx.mappers.base import Entry
+from kvx.mappers.base import Support
 from kvx.mappers.linear import LinearParams, apply_linear
-from kvx.mappers.support import RANKING_RIDGE, RIDGES, check_settings, layer_entry, nearest_layers, solve
+from kvx.mappers.support import (
+    RANKING_RIDGE,
+    RIDGES,
+    check_settings,
+    check_weighing,
+    layer_entry,
+    nearest_layers,
+    support_of,
+)
 
 if TYPE_CHECKING:
     from kvx.fitting.moments import Moments
@@ -28,12 +36,16 @@ class FullHead:
         inputs: ``"both"``: keys and values feed keys and values; ``"same"``: each only its own kind.
         choice: ``"nearest"`` in depth, or ``"best"`` by held-out explained variance.
         ridges: candidates; with several, each target layer and component takes the best on held-out rows.
+        sensitivity: which sensitivities weigh the rows (``"probes"``, ``"all"``), ``None`` for uniform weights.
+        select: the best ridge is that of ``"r2"``, or of ``"attention"``: with held-out rows weighted by sensitivity.
     """
 
     layers: int | str = 7
     inputs: str = "both"
     choice: str = "nearest"
     ridges: tuple[float, ...] = RIDGES
+    sensitivity: str | None = None
+    select: str = "r2"
 
     def reach(self, source: CacheGeometry, target: CacheGeometry) -> tuple[tuple[int, ...], ...] | None:
         """Source layers that may feed each target layer; ``None`` when any may."""
@@ -51,16 +63,18 @@ class FullHead:
         Returns:
             Parameters; ``params.report`` tells how each entry went.
         """
-        return solve(moments, held_out, self.entries(moments, held_out), self.ridges, inputs=self.inputs)
+        support = self.support(moments, held_out)
+        return support.finish(moments.regress(held_out, support.entries, self.ridges))
 
-    def entries(self, moments: Moments, held_out: Moments | None = None) -> list[Entry]:
-        """The support table: all heads of a target layer read all heads of its source layers."""
+    def support(self, moments: Moments, held_out: Moments | None = None) -> Support:
+        """The chosen source layers as entries: one for each target layer's keys and one for its values."""
         source, target = moments.source, moments.target
-        return [
+        entries = [
             layer_entry(source, target, layer, component, layers, self.inputs)
             for layer, layers in enumerate(self._supports(moments, held_out))
             for component in (0, 1)
         ]
+        return support_of(entries, source, target, inputs=self.inputs)
 
     def apply(self, params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
         """The target's cache of the context; see :func:`kvx.mappers.linear.apply_linear`."""
@@ -90,6 +104,8 @@ def full_head(
     inputs: Literal["both", "same"] = "both",
     choice: Literal["nearest", "best"] = "nearest",
     ridge: float | tuple[float, ...] | None = None,
+    sensitivity: bool | Literal["probes", "all"] | None = False,
+    select: Literal["r2", "attention"] = "r2",
 ) -> FullHead:
     """Ridge regression of each target layer's keys and values on all heads of k source layers.
 
@@ -104,6 +120,11 @@ def full_head(
             variance alone, averaged over heads and over keys and values.
         ridge: on the scaled Gram, without unit; ``None``: chosen on held-out rows from 1e-5 ... 1 for each target layer
             and component; a tuple: chosen among these.
+        sensitivity: weigh each row by how strongly an error in its key or value moves the attention outputs of later
+            queries (mean over the layer's heads), as far as enough effective rows remain; measured at 32 ``"probes"``
+            (also ``True``) or with ``"all"`` queries. Needs a second pass over the pairs.
+        select: what chooses among several ridges: held-out ``"r2"``, or ``"attention"``: the held-out error weighted by
+            sensitivity, a proxy of the error of attention outputs (a second pass as well).
 
     Returns:
         The method; fit it with :func:`kvx.fit`.
@@ -123,4 +144,5 @@ def full_head(
 
     Reference: Heo et al., arXiv 2608.03893 (``inputs="same"``, ``choice="best"``).
     """
-    return FullHead(layers, inputs, choice, check_settings(layers, inputs, choice, ridge))
+    ridges, mode = check_settings(layers, inputs, choice, ridge), check_weighing(sensitivity, select)
+    return FullHead(layers, inputs, choice, ridges, mode, select)

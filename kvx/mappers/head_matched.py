@@ -9,10 +9,10 @@ from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
-from kvx.mappers.base import Entry
+from kvx.mappers.base import Entry, Support
 from kvx.mappers.linear import LinearParams, apply_linear
 from kvx.mappers.matching import Table, map_bytes
-from kvx.mappers.support import RIDGES, check_choice, check_settings, nearest_layers, solve
+from kvx.mappers.support import RIDGES, check_choice, check_settings, check_weighing, nearest_layers, support_of
 
 if TYPE_CHECKING:
     from kvx.fitting.moments import Moments
@@ -29,6 +29,7 @@ class HeadMatched:
         choice: source layers ``"nearest"`` in depth, or ``"best"`` by held-out explained variance.
         ridges: candidates; with several, each target head takes the best on held-out rows.
         budget: bytes of the map, at most; ``None``: no limit.
+        sensitivity, select: as in :class:`kvx.mappers.full_head.FullHead`.
     """
 
     layers: int | str = 7
@@ -37,6 +38,8 @@ class HeadMatched:
     choice: str = "nearest"
     ridges: tuple[float, ...] = RIDGES
     budget: int | None = None
+    sensitivity: str | None = None
+    select: str = "r2"
 
     def reach(self, source: CacheGeometry, target: CacheGeometry) -> tuple[tuple[int, ...], ...] | None:
         """Source layers that may feed each target layer; ``None`` when any may."""
@@ -56,8 +59,13 @@ class HeadMatched:
         Returns:
             Parameters; ``params.report`` tells what each target head reads and how its fit went.
         """
+        support = self.support(moments, held_out)
+        return support.finish(moments.regress(held_out, support.entries, self.ridges))
+
+    def support(self, moments: Moments, held_out: Moments | None = None) -> Support:
+        """The chosen table, to be solved with any weights; see :meth:`entries`."""
         entries = self.entries(moments, held_out)
-        return solve(moments, held_out, entries, self.ridges, inputs=self.inputs, by_head=True)
+        return support_of(entries, moments.source, moments.target, inputs=self.inputs, by_head=True)
 
     def apply(self, params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
         """The target's cache of the context; see :func:`kvx.mappers.linear.apply_linear`."""
@@ -103,6 +111,8 @@ def head_matched(
     choice: Literal["nearest", "best"] = "nearest",
     ridge: float | tuple[float, ...] | None = None,
     budget: int | None = None,
+    sensitivity: bool | Literal["probes", "all"] | None = False,
+    select: Literal["r2", "attention"] = "r2",
 ) -> HeadMatched:
     """Ridge regression of each target head's keys and values on one head of each of k source layers.
 
@@ -127,6 +137,8 @@ def head_matched(
             layer, component and head; a tuple: chosen among these.
         budget: bytes of coefficients, biases and indices, at most: the largest k up to ``layers`` that stays within it
             is taken, and what is left may widen the support. ``None``: no limit.
+        sensitivity: weigh each row by how strongly an error in this very head's key or value moves the attention
+            outputs of later queries; ``select``: what chooses among several ridges. See :func:`kvx.mappers.full_head`.
 
     Returns:
         The method; fit it with :func:`kvx.fit`.
@@ -151,4 +163,5 @@ def head_matched(
     check_choice("heads", heads, ("learned", "index"))
     if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         raise KvxError(f"budget is {budget!r}; expected a whole number of bytes above 0, or None for no limit.")
-    return HeadMatched(layers, inputs, heads, choice, ridges, budget)
+    mode = check_weighing(sensitivity, select)
+    return HeadMatched(layers, inputs, heads, choice, ridges, budget, mode, select)

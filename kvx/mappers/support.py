@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
-from kvx.mappers.base import Entry
-from kvx.mappers.linear import LinearParams, assemble, part_of
-
-if TYPE_CHECKING:
-    from kvx.fitting.moments import Moments
+from kvx.mappers.base import Entry, Support
+from kvx.mappers.linear import assemble, part_of
 
 RIDGES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 RANKING_RIDGE = 1e-2
@@ -63,32 +60,25 @@ def kinds(inputs: str, component: int) -> tuple[int, ...]:
     return (0, 1) if inputs == "both" else (component,)
 
 
-def solve(
-    moments: Moments,
-    held_out: Moments | None,
+def support_of(
     entries: Sequence[Entry],
-    ridges: Sequence[float],
+    source: CacheGeometry,
+    target: CacheGeometry,
     *,
     inputs: str = "both",
     by_head: bool = False,
-) -> LinearParams:
-    """Fit every entry of a support table and stack the blocks into one linear map.
+) -> Support:
+    """A support table whose solved entries become one linear map.
 
     Args:
-        moments: of a pair whose geometries are ``moments.source`` and ``moments.target``.
-        held_out: rows of other texts; needed to choose among several ridges, and fitted too in the end.
         entries: the table: for each target layer keys then values, each in the order of the heads.
-        ridges: candidates, on the scaled Gram.
+        source, target: geometries.
         inputs, by_head: as in :class:`kvx.mappers.linear.LinearParams`.
 
     Returns:
-        Parameters; ``params.report`` tells how each entry went.
-
-    Raises:
-        KvxError: several ridges without held-out rows, or a system that cannot be solved.
+        The support; its parameters tell how each entry went (``report``).
     """
-    fitted = moments.regress(held_out, entries, ridges)
-    return assemble(entries, fitted, moments.source, moments.target, inputs=inputs, by_head=by_head)
+    return Support(entries, lambda fitted: assemble(entries, fitted, source, target, inputs=inputs, by_head=by_head))
 
 
 def check_settings(layers: Any, inputs: str, choice: str, ridge: float | tuple[float, ...] | None) -> tuple[float, ...]:
@@ -105,6 +95,19 @@ def check_settings(layers: Any, inputs: str, choice: str, ridge: float | tuple[f
     if not ridges or not all(0 <= r < float("inf") for r in ridges):
         raise KvxError(f"ridge is {ridge!r}; expected a number of at least 0, a tuple of them, or None to choose one.")
     return tuple(float(r) for r in ridges)
+
+
+def check_weighing(sensitivity: bool | str | None, select: str) -> str | None:
+    """Mode of the sensitivities, ``None`` for uniform weights (``True`` means ``"probes"``).
+
+    Raises:
+        KvxError: naming the setting that is out of range.
+    """
+    mode = "probes" if sensitivity is True else sensitivity or None
+    if mode not in (None, "probes", "all"):
+        raise KvxError(f"sensitivity is {sensitivity!r}; expected False, 'probes' (or True) or 'all'.")
+    check_choice("select", select, ("r2", "attention"))
+    return mode
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, str]) -> None:

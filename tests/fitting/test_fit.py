@@ -15,9 +15,9 @@ from rich.console import Console
 import kvx
 from kvx.errors import KvxError
 from kvx.fitting.blocks import RowBlocks
-from kvx.fitting.fit import _is_held_out
 from kvx.fitting.normal import Normals
 from kvx.fitting.regress import regress
+from kvx.fitting.stream import is_held_out
 from kvx.fitting.synthetic import SOURCE, TARGET, toy_pairs
 from kvx.mappers import full_head
 from kvx.mappers.base import Entry
@@ -25,11 +25,11 @@ from kvx.mappers.base import Entry
 
 def test_the_split_holds_its_share_and_starts_early() -> None:
     for share in (0.05, 0.1, 0.25, 0.5):
-        held = [_is_held_out(n, share) for n in range(1000)]
+        held = [is_held_out(n, share) for n in range(1000)]
         assert not held[0]
         assert held[1]
         assert abs(np.mean(held) - share) < 0.002
-    assert not any(_is_held_out(n, 0.0) for n in range(100))
+    assert not any(is_held_out(n, 0.0) for n in range(100))
 
 
 def test_rows_are_packed_once_each_and_in_order() -> None:
@@ -166,7 +166,7 @@ def test_held_out_scores_match_a_direct_count() -> None:
     errors, total, rows, n = 0.0, 0.0, [], 0
     for batch in pairs:
         for b in range(4):
-            if _is_held_out(n, 0.25):
+            if is_held_out(n, 0.25):
                 x = np.concatenate(
                     [
                         np.moveaxis(np.asarray(s(1))[b], 0, 1).reshape(16, -1)

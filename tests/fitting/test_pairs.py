@@ -18,9 +18,11 @@ from kvx import pipeline
 from kvx.cache.provenance import Provenance
 from kvx.errors import KvxError
 from kvx.fitting.pairs import rows_of
+from kvx.fitting.sensitivity import sensitivity
 from kvx.mappers import full_head
 from kvx.models.buckets import bucket_length
 from kvx.models.config import tiny_config
+from kvx.models.decoder import forward
 from kvx.models.random_model import random_model
 from kvx.models.tokenizer import Tokenizer
 
@@ -288,3 +290,21 @@ def test_learned_positions_refuse_another_prefix(mapper, source, target) -> None
     alignment = kvx.align(source, target, "the cat")
     with pytest.raises(KvxError, match="learned positions"):
         kvx.translate(fixed, cache, alignment, prefix=kvx.prefill(target, jnp.array([[0, 1, 2]])))
+
+
+@pytest.mark.parametrize("mode", ["probes", "all"])
+def test_weighed_pairs_hold_the_same_caches_and_the_targets_sensitivities(source, target, mode: str) -> None:
+    texts = ["the cat sat on the mat and then it was gone", "a dog ran"]
+    pairs = kvx.pairs(source, target, texts, max_length=96, batch_size=2, join=False)
+    (plain,), (weighed,) = pairs, pairs.weighed(mode)
+    assert plain.sensitivity is None
+    assert plain.sequences == weighed.sequences
+    np.testing.assert_allclose(weighed.target.keys(1), plain.target.keys(1), atol=1e-5)
+    for row, number in enumerate(weighed.sequences):
+        text = texts[number]
+        tokens = target.tokenizer.encode_batch([text])
+        out = forward(target, tokens, collect_queries=True)
+        positions = jnp.arange(len(text) + 1, dtype=jnp.int32)[None]
+        own = sensitivity(target.config, out.queries, positions, out.cache, mode=mode, first=1)[:, 0, :, 1:]
+        np.testing.assert_allclose(weighed.sensitivity[:, row, :, : len(text)], own, rtol=1e-3, atol=1e-5)
+        assert float(abs(weighed.sensitivity[:, row, :, len(text) :]).max()) == 0

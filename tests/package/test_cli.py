@@ -116,6 +116,14 @@ def test_config_file_then_flags(tmp_path) -> None:
     assert settings.batch_size == 4
 
 
+def test_flags_reach_the_method() -> None:
+    from kvx.commands.fit import mapper_of
+
+    method = mapper_of(cli.parse("fit", ["--sensitivity", "all", "--select", "attention", "--layers", "3"]))
+    assert (method.sensitivity, method.select, method.layers) == ("all", "attention", 3)
+    assert mapper_of(cli.parse("fit", [])).sensitivity is None
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [("sauce: a\n", "sauce"), ("- a\n", "mapping"), ("layers: many\n", "layers"), ("a: [\n", "cannot read")],
