@@ -21,7 +21,7 @@ from kvx.mappers import head_matched
 from kvx.mappers.base import Fitted
 from kvx.mappers.linear import assemble
 from kvx.mappers.matching import Table, map_bytes
-from kvx.mappers.support import layer_entry, nearest_layers, solve
+from kvx.mappers.support import layer_entry, nearest_layers, support_of
 
 
 def geometry(layers: int, heads: int, key: int, value: int | None = None) -> CacheGeometry:
@@ -47,7 +47,8 @@ class Given:
         return None
 
     def fit(self, moments, held_out=None):
-        return solve(moments, held_out, self.table, self.ridges, by_head=True)
+        support = support_of(self.table, moments.source, moments.target, by_head=True)
+        return support.finish(moments.regress(held_out, self.table, self.ridges))
 
 
 def fit(method, pairs, **kwargs):
