@@ -16,7 +16,8 @@ from kvx.fitting.solve import Factor, factor
 
 Part = int | tuple[int, int, int]
 EPS32 = float(np.finfo(np.float32).eps)
-CACHE_BYTES = 1 << 27
+CACHE_BYTES = 1 << 28
+SHARED = 64  # pairs of layers that must fit in the cache for single heads to be read from it
 
 
 class Normals:
@@ -210,9 +211,11 @@ class _Own:
         """Covariance of ranges of two source layers' features; only what the ranges depend on is read."""
         if i < j:
             return self.covariance(j, i, columns, rows).T
+        whole = [sum(self.plan.sources[layer]) for layer in (i, j)]
         sizes = (rows.stop - rows.start, columns.stop - columns.start)
-        if all(4 * size >= sum(self.plan.sources[layer]) for layer, size in zip((i, j), sizes, strict=True)):
-            return self._kept(i, j)[rows, columns]  # much of both layers: neighbouring supports share it
+        small = 8 * whole[0] * whole[1] * SHARED <= CACHE_BYTES
+        if small or all(4 * size >= width for size, width in zip(sizes, whole, strict=True)):
+            return self._kept(i, j)[rows, columns]  # neighbouring supports share it
         blocks = self._block_rows(i, rows.start, rows.stop), self._block_rows(j, columns.start, columns.stop)
         return self._product(i, j, rows, columns, *blocks)
 

@@ -114,11 +114,11 @@ class Table:
             _announce({side: (self.widths[side], first[side], r2[side]) for side in sorted(first)}, len(self.scores))
 
     def _explained(self, moments: Moments, held_out: Moments, sides: list[Side], times: int) -> dict[Side, np.ndarray]:
-        """Held-out explained variance per target head with a multiple of the present heads."""
+        """Held-out explained variance per target head with a multiple of the present heads; zero where it is less."""
         tables = {side: self.entries(side, times * self.widths[side]) for side in sides}
         flat = [entry for entries in tables.values() for entry in entries]
         found = iter(moments.scores(held_out, flat, RANKING_RIDGE))
-        return {side: np.concatenate([next(found) for _ in entries]) for side, entries in tables.items()}
+        return {side: np.concatenate([next(found) for _ in entries]).clip(0.0) for side, entries in tables.items()}
 
     def all_entries(self) -> list[Entry]:
         """The table as it stands: for each target layer keys then values, head by head."""

@@ -10,6 +10,7 @@ import pytest
 
 from kvx.cache.geometry import CacheGeometry, LayerGeometry
 from kvx.errors import KvxError
+from kvx.fitting import normal
 from kvx.fitting import regress as module
 from kvx.fitting.fit import _Gathered
 from kvx.fitting.moments import Moments
@@ -67,7 +68,9 @@ def test_ranges_of_moments_are_parts_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("by_head", [False, True])
-def test_parts_of_a_gram_are_those_of_the_whole(by_head: bool) -> None:
+@pytest.mark.parametrize("shared", [1, 1 << 40], ids=["read from whole layers", "read alone"])
+def test_parts_of_a_gram_are_those_of_the_whole(by_head: bool, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normal, "SHARED", shared)
     both, reference = Normals(*gathered(None, by_head)), Normals(*gathered())
     whole = reference.gram((0, 1))
     parts = ((1, 0, 5), (0, 4, 8), (0, 8, 11), (0, 6, 11), (0, 0, 8), (1, 5, 9), (0, 0, 14))
