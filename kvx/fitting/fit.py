@@ -125,7 +125,7 @@ def _report(
 ) -> FitReport:
     entries = tuple(getattr(mapper.params, "report", None) or ())
     plan = gathered.plan
-    widest = max((sum(sum(plan.sources[i]) for i in entry.source_layers) for entry in entries), default=0)
+    widest = max((entry.features for entry in entries), default=0)
     return FitReport(
         method=str(mapper.method),
         rows=train.rows + (held.rows if held else 0),
