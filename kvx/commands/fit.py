@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kvx.models.model import Model
 
 
+_SHARED = ("layers", "inputs", "choice", "ridge", "sensitivity", "select")  # settings that both mappers have
+
+
 @dataclasses.dataclass(frozen=True)
 class FitSettings(Common):
     """How a mapper is fitted; also part of the settings of ``kvx demo``."""
@@ -38,7 +41,7 @@ class FitSettings(Common):
     sensitivity: Literal["probes", "all"] | None = None
     """Weigh tokens by how strongly later queries (32 probes, or all of them) read them; None: all the same."""
     select: Literal["r2", "attention"] = "r2"
-    """What chooses the ridge: held-out R^2, or the held-out error weighted by sensitivity."""
+    """What chooses the ridge (with --ridge None): held-out R^2, or the held-out error weighted by sensitivity."""
     held_out: float = 0.1
     """Share of the fitted sequences that only chooses the ridge and layers (0 to 1)."""
     rule: Literal["covering", "causal", "overlap"] = "covering"
@@ -127,27 +130,14 @@ def mapper_of(settings: FitSettings) -> Mapper:
     """
     from kvx.mappers import full_head, head_matched
 
+    if settings.select == "attention" and settings.ridge is not None:
+        raise UsageError(f"--select attention chooses among ridges, but --ridge is {settings.ridge}; add --ridge None.")
+    shared = {name: getattr(settings, name) for name in _SHARED}
     if settings.method == "head_matched":
-        return head_matched(
-            layers=settings.layers,
-            inputs=settings.inputs,
-            heads=settings.heads,
-            choice=settings.choice,
-            ridge=settings.ridge,
-            budget=settings.budget,
-            sensitivity=settings.sensitivity,
-            select=settings.select,
-        )
+        return head_matched(heads=settings.heads, budget=settings.budget, **shared)
     if settings.budget is not None or settings.heads != "learned":
         raise UsageError("--heads and --budget are settings of head_matched; add --method head_matched, or leave them.")
-    return full_head(
-        layers=settings.layers,
-        inputs=settings.inputs,
-        choice=settings.choice,
-        ridge=settings.ridge,
-        sensitivity=settings.sensitivity,
-        select=settings.select,
-    )
+    return full_head(**shared)
 
 
 def pairs_of(settings: FitSettings, source: Model, target: Model, texts: Sequence[str]) -> Pairs:

@@ -169,7 +169,7 @@ def _score(
         for i in members:
             columns, (first, stop) = _columns(held, entries[i]), entries[i].heads
             own = error[columns.start - run.start : columns.stop - run.start]
-            found[i] = _r2(own, outputs.variance[columns], stop - first)
+            found[i] = explained(own, outputs.variance[columns], stop - first)
     return found
 
 
@@ -220,7 +220,7 @@ class _Problem:
 
     def r2(self, w: np.ndarray, aw: np.ndarray, shift: np.ndarray) -> np.ndarray:
         """Held-out explained variance per head; an error of the mean counts as error."""
-        return _r2(
+        return explained(
             self.variance + _lost(w, aw, self.held_cross, self.mean_shift - shift @ w), self.variance, self.heads
         )
 
@@ -243,7 +243,8 @@ def _lost(w: np.ndarray, aw: np.ndarray, cross: np.ndarray, mean_error: np.ndarr
     return added
 
 
-def _r2(error: np.ndarray, variance: np.ndarray, heads: int) -> np.ndarray:
+def explained(error: np.ndarray, variance: np.ndarray, heads: int) -> np.ndarray:
+    """Explained variance per head, from error and variance of every output column."""
     lost, all_of_it = (part.reshape(heads, -1).sum(axis=1) for part in (error, variance))
     return 1.0 - lost / np.where(all_of_it > 0, all_of_it, 1.0)
 
@@ -283,15 +284,15 @@ def _finish(
     covariance -= np.einsum("phd,phe->hde", by_head, shrunk, optimize=True)
     covariance = (covariance + covariance.swapaxes(1, 2)) / 2
     total = np.diag(both.output_covariance(entry.target, entry.component))[entry.columns]
-    explained = np.einsum("hdd->hd", covariance).ravel()
-    error = total - 2 * np.einsum("pq,pq->q", w, cross) + explained
+    carried = np.einsum("hdd->hd", covariance).ravel()
+    error = total - 2 * np.einsum("pq,pq->q", w, cross) + carried
     report = EntryReport(
         entry.target,
         COMPONENTS[entry.component],
         entry.heads,
         entry.source_layers,
         solution.ridge,
-        float(_r2(error, total, heads).mean()),
+        float(explained(error, total, heads).mean()),
         tuple(float(x) for x in r2),
         solution.condition,
         solution.residual,

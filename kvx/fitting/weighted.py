@@ -15,6 +15,7 @@ from kvx.fitting.mixture import Centred, alpha_of, mixed, of_normals, of_sums
 from kvx.fitting.moments import Moments
 from kvx.fitting.normal import EPS32, Normals
 from kvx.fitting.pairs import Pairs
+from kvx.fitting.regress import explained
 from kvx.fitting.solve import Solution, System, prepare
 from kvx.fitting.weighted_sums import WeightedPass
 from kvx.mappers.base import Entry, EntryReport, Fitted
@@ -161,16 +162,10 @@ def _choose(
         at = following[0]
         w = system.factor(ridges[at]).solve(fitted.cross, where=entry.name).coefficients
         error = held.variance + np.einsum("pq,pq->q", w, held.gram @ w - 2 * held.cross) + (offset - shift @ w) ** 2
-        scores[at] = _explained(error, held.variance, heads)
+        scores[at] = explained(error, held.variance, heads)
         best = max(scores, key=lambda n: scores[n].mean())
         following = [n for n in (best - 1, best + 1) if 0 <= n < len(ridges) and n not in scores]
     return ridges[best], scores[best]
-
-
-def _explained(error: np.ndarray, variance: np.ndarray, heads: int) -> np.ndarray:
-    """Explained variance per head."""
-    lost, whole = (part.reshape(heads, -1).sum(axis=1) for part in (error, variance))
-    return 1.0 - lost / np.where(whole > 0, whole, 1.0)
 
 
 def _finish(entry: Entry, even: Centred, used: Centred, solution: Solution, report: EntryReport) -> Fitted:
@@ -185,7 +180,7 @@ def _finish(entry: Entry, even: Centred, used: Centred, solution: Solution, repo
     report = dataclasses.replace(
         report,
         ridge=solution.ridge,
-        r2_fit=float(_explained(error, even.variance, heads).mean()),
+        r2_fit=float(explained(error, even.variance, heads).mean()),
         condition=solution.condition,
         residual=solution.residual,
         escalations=solution.escalations,

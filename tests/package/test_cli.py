@@ -119,8 +119,13 @@ def test_config_file_then_flags(tmp_path) -> None:
 def test_flags_reach_the_method() -> None:
     from kvx.commands.fit import mapper_of
 
-    method = mapper_of(cli.parse("fit", ["--sensitivity", "all", "--select", "attention", "--layers", "3"]))
-    assert (method.sensitivity, method.select, method.layers) == ("all", "attention", 3)
+    flags = ["--sensitivity", "all", "--select", "attention", "--layers", "3", "--ridge", "None"]
+    for kind in ("full_head", "head_matched"):
+        method = mapper_of(cli.parse("fit", ["--method", kind, *flags]))
+        assert (method.sensitivity, method.select, method.layers) == ("all", "attention", 3)
+        assert len(method.ridges) > 1
+    with pytest.raises(UsageError, match=r"--select attention chooses among ridges, but --ridge is 0.001"):
+        mapper_of(cli.parse("fit", flags[:-2]))
     assert mapper_of(cli.parse("fit", [])).sensitivity is None
 
 
