@@ -1,0 +1,54 @@
+"""Choose an implementation of an op: by platform when lowering, or by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}  # implementation -> platform it is lowered for
+
+
+def dispatch(op: str, implementations: Mapping[str, Callable[..., Any]], implementation: str | None, *args: Any) -> Any:
+    """Run an op.
+
+    Args:
+        op: its name, for messages.
+        implementations: ``"xla"`` (the reference, runs everywhere), and any of ``"tpu"``, ``"gpu"``, ``"interpret"``;
+            functions of arrays only. One that cannot take the given shapes or dtypes raises ``NotImplementedError``
+            when called, saying which rule is broken.
+        implementation: one of the names; ``None``: the kernel of the platform the program is lowered for, and the
+            reference where there is none, or where it cannot take these arguments.
+        args: arrays.
+
+    Raises:
+        ValueError: a name that is not there.
+        NotImplementedError: an implementation asked for by name cannot take these arguments; the message says why.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from pallas_kernels.dispatch import dispatch
+        >>> dispatch("double", {"xla": lambda x: 2 * x}, None, jnp.arange(3)).tolist()
+        [0, 2, 4]
+    """
+    if implementation is not None:
+        if implementation not in implementations:
+            known = ", ".join(implementations)
+            raise ValueError(f"{op} has no implementation {implementation!r}; choose one of {known}, or None.")
+        return implementations[implementation](*args)
+    branches = {}
+    for name, platform in PLATFORMS.items():
+        run = implementations.get(name)
+        if run is not None and _takes(run, *args):
+            branches[platform] = run
+    reference = implementations["xla"]
+    return jax.lax.platform_dependent(*args, default=reference, **branches) if branches else reference(*args)
+
+
+def _takes(run: Callable[..., Any], *args: Any) -> bool:
+    try:
+        jax.eval_shape(run, *args)
+    except NotImplementedError:
+        return False
+    return True
