@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvx.cache.layouts import to_transformers as to_transformers
     from kvx.cache.ops import from_arrays as from_arrays
     from kvx.errors import KvxError as KvxError
+    from kvx.evaluation.comparison import evaluate_maps as evaluate_maps
     from kvx.evaluation.evaluate import evaluate as evaluate
     from kvx.fitting.checkpoint import load as load
     from kvx.fitting.checkpoint import save as save
@@ -47,6 +48,7 @@ _HOMES = {
     "align": "kvx.alignment",
     "chain": "kvx.mappers.chain",
     "evaluate": "kvx.evaluation.evaluate",
+    "evaluate_maps": "kvx.evaluation.comparison",
     "fit": "kvx.fitting.fit",
     "from_arrays": "kvx.cache.ops",
     "from_transformers": "kvx.cache.layouts",

@@ -1,4 +1,4 @@
-"""``kvx bench models``: prefill and decode speed against transformers + torch, in one run on this machine."""
+"""``kvx bench models | mapper``: speed against transformers + torch, or of one map against the other, in one run."""
 
 from __future__ import annotations
 
@@ -14,28 +14,61 @@ from kvx.commands.common import Common, Outcome, Output
 class Bench(Common):
     """Settings of ``kvx bench``."""
 
-    what: tyro.conf.Positional[Literal["models"]] = "models"
-    """What to time."""
+    what: tyro.conf.Positional[Literal["models", "mapper"]] = "models"
+    """What to time: models against transformers + torch, or a head-matched map against a full-head one."""
     models: tuple[str, ...] = ("demo:smollm2", "demo:gemma3")
     """Models: hub ids, local folders or .gguf files."""
     tokens: int = 512
-    """Tokens of the prompt."""
+    """Tokens of the prompt; models only."""
     threads: int = 2
-    """CPU threads of each side."""
+    """CPU threads of each side; models only."""
+    lengths: tuple[int, ...] = (128, 512, 1024, 4096, 32768)
+    """Tokens of the contexts that are translated; mapper only."""
+    layers: int = 20
+    """Layers of both models; mapper only."""
+    heads: int = 8
+    """Kv heads of both models; mapper only."""
+    width: int = 128
+    """Channels of a head; mapper only."""
+    reads: int = 4
+    """Source layers that feed each target layer; mapper only."""
+    rows: int = 16384
+    """Tokens that are fitted; mapper only."""
+    repeats: int = 5
+    """How often each side runs; the best counts; mapper only."""
 
 
 def run(settings: Bench, out: Output) -> Outcome:
-    """Time both on the same weights and tokens; ratios above 1 mean kvx is faster.
+    """Time both sides by turns; ratios above 1 mean that kvx, or the head-matched map, is better.
 
     Raises:
-        KvxError: torch or transformers is not installed, or a model cannot be loaded.
+        KvxError: torch or transformers is not installed (models), or a model cannot be loaded.
     """
+    if settings.what == "mapper":
+        return _mapper(settings, out)
     from kvx.evaluation.bench_models import bench_models
 
     out.say(f"timing {', '.join(settings.models)} at {settings.tokens} tokens, {settings.threads} threads each")
     figures = bench_models(list(settings.models), tokens=settings.tokens, threads=settings.threads)
     _print(figures, out)
     return Outcome(figures)
+
+
+def _mapper(settings: Bench, out: Output) -> Outcome:
+    from kvx.evaluation.bench_mapper import Shape, bench_mapper
+
+    shape = Shape(settings.layers, settings.heads, settings.width, settings.reads)
+    out.say(f"timing full_head and head_matched, {shape}; some minutes")
+    figures = bench_mapper(shape, tokens=settings.lengths, rows=settings.rows, repeats=settings.repeats)
+    for name, value in figures.items():
+        out.console.print(f"{name:36} {_text(value)}", markup=False, highlight=False)
+    return Outcome(figures)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(one)}" for name, one in value.items())
+    return f"{value:,.4g}" if _number(value) else str(value)
 
 
 def _print(figures: dict[str, Any], out: Output) -> None:

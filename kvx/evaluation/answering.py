@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvx.cache.cache import KVCache
+from kvx.cache.ops import pad_to
 from kvx.evaluation.answers import Template, exact_match, f1_score, first_line, newline_tokens
-from kvx.evaluation.arms import Setup, boundary_tokens, build, stack_rows
+from kvx.evaluation.arms import Setup, arms_of, boundary_tokens, build, read, shared_arms, stack_rows
 from kvx.evaluation.items import Question, digest
-from kvx.evaluation.report import ARMS, SOURCE_ALONE, AnswerResult
+from kvx.evaluation.report import SOURCE_ALONE, AnswerResult
 from kvx.models.generate import generate
 from kvx.models.model import Model
 from kvx.models.tokenizer import Tokenizer
@@ -21,21 +22,21 @@ MAX_NEW_TOKENS = 16
 
 
 def measure_answers(
-    setup: Setup,
+    setups: Sequence[Setup],
     questions: Sequence[Question],
     template: Template,
     *,
     batch_size: int,
     max_new_tokens: int = MAX_NEW_TOKENS,
     progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> AnswerResult:
+) -> list[AnswerResult]:
     """Ask every question in every arm.
 
     The boundary (worked examples and the question, in the template) follows each arm's cache and is prefilled by the
     answering model itself; generation is greedy and stops at a line break or an end token.
 
     Args:
-        setup: models, maps, prefix.
+        setups: models, prefix and a map; further ones as in :func:`kvx.evaluation.losses.measure_losses`.
         questions: at least two, of different contexts.
         template: how questions are put.
         batch_size: questions run together (each in seven arms at once).
@@ -43,31 +44,35 @@ def measure_answers(
         progress: called with (questions done, questions in all).
 
     Returns:
-        Answers and their scores.
+        For each setup answers and their scores.
 
     Raises:
         KvxError: questions that cannot be paired.
     """
+    setup = setups[0]
     texts = [template.boundary(question.question) for question in questions]
     batches = setup.plan([question.context for question in questions], batch_size)
     ours, theirs = (boundary_tokens(t, texts) for t in (setup.target_tokenizer, setup.source_tokenizer))
     answer_target = _answerer(setup.target, setup.target_tokenizer, ours, max_new_tokens)
     answer_source = _answerer(setup.source, setup.source_tokenizer, theirs, max_new_tokens)
     room = max(ours.shape[1], theirs.shape[1]) + max_new_tokens
-    said: dict[str, list[str]] = {arm: [""] * len(questions) for arm in (*ARMS, SOURCE_ALONE)}
+    said = [{arm: [""] * len(questions) for arm in arms_of(at)} for at in range(len(setups))]
+    alone = [""] * len(questions)
     done = 0
     for batch in batches:
-        caches = build(setup, [questions[i].context for i in batch.items], batch, room)
-        together = stack_rows([caches.target[arm] for arm in ARMS])
-        answers = answer_target(together, [*batch.items] * len(ARMS))
-        alone = answer_source(caches.source, batch.items)
-        for row, i in enumerate(batch.items[: batch.real]):
-            for at, arm in enumerate(ARMS):
-                said[arm][i] = answers[at * len(batch.items) + row]
-            said[SOURCE_ALONE][i] = alone[row]
+        rows = batch.items[: batch.real]
+        reading = read(setup, [questions[i].context for i in batch.items], batch)
+        for at, one in enumerate(setups):  # one map at a time, so that memory stays that of its arms
+            caches = build(one, reading, batch, room, arms_of(at)).target
+            answers = answer_target(stack_rows(list(caches.values())), [*batch.items] * len(caches))
+            for n, arm in enumerate(caches):
+                for row, i in enumerate(rows):
+                    said[at][arm][i] = answers[n * len(batch.items) + row]
+        for i, text in zip(rows, answer_source(pad_to(reading.source, batch.length + room), batch.items), strict=False):
+            alone[i] = text
         done += batch.real
         progress(done, len(questions))
-    return score(questions, said)
+    return [score(questions, {**shared_arms(said, at), SOURCE_ALONE: alone}) for at in range(len(setups))]
 
 
 def _answerer(

@@ -7,7 +7,7 @@ every arm, right after whatever stands before it, so no delimiter is ever read f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -75,6 +75,20 @@ class Setup:
         return tokenizer_of(self.target, "target")
 
 
+MAP_ARMS = ("translated", "mismatched")  # what a further map of the same pair is measured in
+SHARED_ARMS = ("native", "native_mismatched", "none")  # what no map has a part in
+
+
+def arms_of(at: int) -> tuple[str, ...]:
+    """Arms to run for the first map (0), and for further ones."""
+    return MAP_ARMS if at else tuple(ARMS)
+
+
+def shared_arms(found: Sequence[Mapping[str, Any]], at: int) -> dict[str, Any]:
+    """Arms of one map: its own, and those that it shares with the first."""
+    return {arm: found[0][arm] for arm in SHARED_ARMS} | dict(found[at])
+
+
 def tokenizer_of(model: Model, role: str) -> Tokenizer:
     """The model's tokenizer.
 
@@ -101,43 +115,70 @@ class ArmCaches:
     alignment: Alignment
 
 
-def build(setup: Setup, contexts: Sequence[str], batch: Batch, room: int) -> ArmCaches:
-    """Read the contexts once with each model and make the caches of all arms.
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One batch of contexts, read once with each model: what no map has a part in.
+
+    Attributes:
+        source: the source's own cache; alignment: of the target's context tokens to it.
+        native: the target's own cache, prefix included.
+    """
+
+    source: KVCache
+    alignment: Alignment
+    native: KVCache
+
+
+def read(setup: Setup, contexts: Sequence[str], batch: Batch) -> Reading:
+    """Read the contexts of a batch's rows with both models."""
+    length = batch.length
+    source = prefill(setup.source, setup.source_tokenizer.encode_batch(contexts, length=length), capacity=length)
+    alignment = align(setup.source, setup.target, contexts, rule=setup.rule, length=length)
+    prefix = repeat(setup.prefix, len(contexts))
+    tokens = setup.target_tokenizer.encode_batch(contexts, bos=False, length=length)
+    native = prefill(setup.target, tokens, prefix, capacity=_held(prefix) + length)
+    return Reading(source, alignment, native)
+
+
+def build(setup: Setup, reading: Reading, batch: Batch, room: int, arms: Sequence[str] = tuple(ARMS)) -> ArmCaches:
+    """Make the caches of arms from contexts that have been read.
 
     Args:
         setup: models, maps, prefix.
-        contexts: texts of the batch's rows.
+        reading: of the batch's contexts.
         batch: who borrows from whom, and the padded length.
         room: free slots after the context, for the boundary (and an answer).
+        arms: which arms.
 
     Returns:
         Caches with the batch's rows, all of one shape.
     """
-    rows, length, first = len(contexts), batch.length, setup.prefix_length
-    source = prefill(setup.source, setup.source_tokenizer.encode_batch(contexts, length=length), capacity=length)
-    alignment = align(setup.source, setup.target, contexts, rule=setup.rule, length=length)
-    prefix = repeat(setup.prefix, rows)
-    held = prefix.groups[0].slots if prefix else 0
-    tokens = setup.target_tokenizer.encode_batch(contexts, bos=False, length=length)
-    native = prefill(setup.target, tokens, prefix, capacity=held + length)
+    source, alignment, native = reading.source, reading.alignment, reading.native
+    first, prefix = setup.prefix_length, repeat(setup.prefix, native.batch)
     dtype = native.groups[0].k.dtype
     translated = _moved(setup, setup.mapper, source, alignment)
-    if setup.constant is None or setup.random is None:
-        controls = {"constant": mean_cache(translated, first), "random": noise_cache(translated, setup.key, first)}
-    else:
-        maps = {"constant": setup.constant, "random": setup.random}
-        controls = {arm: _moved(setup, mapper, source, alignment) for arm, mapper in maps.items()}
-    caches = {
-        "native": native,
-        "native_mismatched": select_batch(native, batch.partner),
-        "none": prefix or empty(setup.target.config.geometry, rows, 1, dtype),
-        "translated": translated,
-        "mismatched": select_batch(translated, batch.partner),
-        **controls,
+    makers: dict[str, Callable[[], KVCache]] = {
+        "native": lambda: native,
+        "native_mismatched": lambda: select_batch(native, batch.partner),
+        "none": lambda: prefix or empty(setup.target.config.geometry, native.batch, 1, dtype),
+        "translated": lambda: translated,
+        "mismatched": lambda: select_batch(translated, batch.partner),
     }
-    slots = held + length + room
-    same = {arm: pad_to(with_dtype(cache, dtype), slots) for arm, cache in caches.items()}
-    return ArmCaches(same, pad_to(source, length + room), alignment)
+    if setup.constant is None or setup.random is None:
+        makers["constant"] = lambda: mean_cache(translated, first)
+        makers["random"] = lambda: noise_cache(translated, setup.key, first)
+    else:
+        constant, random = setup.constant, setup.random
+        makers["constant"] = lambda: _moved(setup, constant, source, alignment)
+        makers["random"] = lambda: _moved(setup, random, source, alignment)
+    slots = _held(prefix) + batch.length + room
+    same = {arm: pad_to(with_dtype(makers[arm](), dtype), slots) for arm in arms}
+    return ArmCaches(same, pad_to(source, batch.length + room), alignment)
+
+
+def _held(prefix: KVCache | None) -> int:
+    """Slots of the prefix."""
+    return prefix.groups[0].slots if prefix else 0
 
 
 def _moved(setup: Setup, mapper: CacheMap, source: KVCache, alignment: Alignment) -> KVCache:

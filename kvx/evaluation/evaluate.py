@@ -29,6 +29,7 @@ from kvx.models.prefill import prefill
 from kvx.models.progress import Hook, reporting
 
 if TYPE_CHECKING:
+    from kvx.evaluation.cosine import AttentionCosine
     from kvx.mappers.base import CacheMap
 
 BATCH_SIZE = 8
@@ -93,6 +94,46 @@ def evaluate(
         >>> sorted(result.to_json()["loss"])[:3], result.to_json()["verdict"]
         (['constant', 'mismatched', 'native'], None)
     """
+    given = {
+        "template": template,
+        "rule": rule,
+        "batch_size": batch_size,
+        "max_new_tokens": max_new_tokens,
+        "cosine": cosine,
+        "seed": seed,
+        "thresholds": thresholds,
+        "bootstrap": bootstrap,
+        "data": data,
+        "progress": progress,
+    }
+    return measure(source, target, [mapper], items, latency=latency, **given)[0]
+
+
+def measure(
+    source: Model,
+    target: Model,
+    mappers: Sequence[CacheMap],
+    items: Sequence[Item | Question],
+    *,
+    template: str | Path | Template = DEFAULT_TEMPLATE,
+    rule: str | None = None,
+    batch_size: int = BATCH_SIZE,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    cosine: bool = True,
+    latency: bool = True,
+    seed: int = 0,
+    thresholds: Thresholds | str | Path | None = None,
+    bootstrap: Bootstrap | None = None,
+    data: Mapping[str, str] | None = None,
+    progress: bool | Hook | None = True,
+) -> list[Evaluation]:
+    """:func:`evaluate` for several maps of one pair: the first in all arms, the others in those that depend on the map.
+
+    The arms without a map are run once. Controls (constant, random) and latency are the first map's.
+
+    Raises:
+        KvxError: as :func:`evaluate`, or maps of other prefixes or alignment rules.
+    """
     started = time.perf_counter()
     passages = [item for item in items if isinstance(item, Item)]
     questions = [item for item in items if isinstance(item, Question)]
@@ -100,8 +141,11 @@ def evaluate(
         raise KvxError("evaluate needs Item or Question objects, at least two; see kvx.evaluation.items for loaders.")
     template = template if isinstance(template, Template) else load_template(template)
     bars = thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
-    setup = prepare(source, target, mapper, rule=rule, seed=seed)
+    setups = [prepare(source, target, mapper, rule=rule, seed=seed) for mapper in mappers]
+    setup = setups[0]
+    _check_alike(setups)
     batched = scanned(setup)
+    several = [dataclasses.replace(one, source=batched.source, target=batched.target) for one in setups]
     settings = {
         "rule": setup.rule,
         "batch_size": batch_size,
@@ -113,38 +157,50 @@ def evaluate(
         "device": jax.devices()[0].device_kind,
     }
     clock = _Clock()
-    loss, cosines, answer, timing = None, None, None, None
+    losses: list[tuple[LossResult | None, AttentionCosine | None]] = [(None, None)] * len(setups)
+    answers: list[AnswerResult | None] = [None] * len(setups)
+    timing = None
     if passages:
         with clock("passages"), reporting(progress, "passages", "items") as report:
-            loss, cosines = measure_losses(
-                batched, passages, batch_size=batch_size, cosine=cosine, progress=_step(report, "all arms")
-            )
+            told = _step(report, "all arms")
+            losses[:] = measure_losses(several, passages, batch_size=batch_size, cosine=cosine, progress=told)
     if questions:
         with clock("questions"), reporting(progress, "questions", "items") as report:
-            answer = measure_answers(
-                batched,
-                questions,
-                template,
-                batch_size=batch_size,
-                max_new_tokens=max_new_tokens,
-                progress=_step(report, "all arms"),
-            )
+            told = _step(report, "all arms")
+            asked = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "progress": told}
+            answers[:] = measure_answers(several, questions, template, **asked)
     if latency:
         with clock("latency"), reporting(progress, "latency", "lengths") as report:
             timing = _latency(setup, passages, questions, template, _step(report, "warm and cold"))
-    return Evaluation(
-        pair=f"{_name(source)} -> {_name(target)}",
-        loss=loss,
-        answer=answer,
-        cosine=cosines,
-        latency=timing,
-        hashes=_hashes(setup, loss, answer, template, bars, settings, data or {}),
-        settings=settings,
-        seconds=time.perf_counter() - started,
-        phases=clock.seconds,
-        thresholds=bars,
-        bootstrap=bootstrap or Bootstrap(),
-    )
+    seconds = time.perf_counter() - started
+    return [
+        Evaluation(
+            pair=f"{_name(source)} -> {_name(target)}",
+            loss=loss,
+            answer=answer,
+            cosine=cosines,
+            latency=timing if at == 0 else None,
+            hashes=_hashes(setups[at], loss, answer, template, bars, settings, data or {}),
+            settings=settings,
+            seconds=seconds,
+            phases=clock.seconds,
+            thresholds=bars,
+            bootstrap=bootstrap or Bootstrap(),
+        )
+        for at, ((loss, cosines), answer) in enumerate(zip(losses, answers, strict=True))
+    ]
+
+
+def _check_alike(setups: Sequence[Setup]) -> None:
+    """Refuse maps whose contexts would not stand at the same positions or be aligned alike."""
+    first = setups[0]
+    for at, other in enumerate(setups[1:], start=1):
+        if other.rule != first.rule or other.prefix_length != first.prefix_length:
+            raise KvxError(
+                f"map {at} aligns by {other.rule!r} after a prefix of {other.prefix_length} tokens, the first one by "
+                f"{first.rule!r} after {first.prefix_length}; compare maps that were fitted with the same rule and "
+                "prefix, or pass rule=."
+            )
 
 
 def prepare(source: Model, target: Model, mapper: CacheMap, *, rule: str | None = None, seed: int = 0) -> Setup:

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvx.cache.cache import KVCache
+from kvx.cache.ops import pad_to
 from kvx.errors import KvxError
-from kvx.evaluation.arms import ArmCaches, Setup, boundary_tokens, build
+from kvx.evaluation.arms import ArmCaches, Setup, arms_of, boundary_tokens, build, read, shared_arms
 from kvx.evaluation.batches import Batch
 from kvx.evaluation.cosine import AttentionCosine, attention_cosine
 from kvx.evaluation.items import Item, digest
 from kvx.evaluation.metrics import nats_per_byte
-from kvx.evaluation.report import ARMS, SOURCE_ALONE, LossResult
+from kvx.evaluation.report import SOURCE_ALONE, LossResult
 from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
 from kvx.models.model import Model
@@ -28,13 +29,13 @@ COSINE_ARMS = ("translated", "native_mismatched", "constant", "random")
 
 
 def measure_losses(
-    setup: Setup,
+    setups: Sequence[Setup],
     items: Sequence[Item],
     *,
     batch_size: int,
     cosine: bool = True,
     progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> tuple[LossResult, AttentionCosine | None]:
+) -> list[tuple[LossResult, AttentionCosine | None]]:
     """Score every item's continuation in every arm.
 
     The continuation's target tokens except the first are scored, the same tokens in every arm, given what the arm sees
@@ -42,46 +43,59 @@ def measure_losses(
     the two on the text that follows the first place where both have a token boundary.
 
     Args:
-        setup: models, maps, prefix.
+        setups: models, prefix and a map; further ones, with other maps of the same models, are measured in the arms
+            that depend on the map (without its controls) and share the others.
         items: at least two, of different contexts.
         batch_size: items run together.
         cosine: also compare attention outputs.
         progress: called with (items done, items in all).
 
     Returns:
-        Losses, and the cosines or ``None``.
+        For each setup losses, and the cosines or ``None``.
 
     Raises:
         KvxError: a continuation of fewer than two target tokens, or items that cannot be paired.
     """
+    setup = setups[0]
     ours = [setup.target_tokenizer.encode(item.continuation, bos=False) for item in items]
     theirs = [setup.source_tokenizer.encode(item.continuation, bos=False) for item in items]
     _check(items, ours)
     batches = setup.plan([item.context for item in items], batch_size)
     widths = [bucket_length(max(len(e) for e in side)) for side in (ours, theirs)]
-    nats = {arm: np.zeros(len(items)) for arm in ARMS}
+    counts = np.array([len(e) - 1 for e in ours])
+    nats = [{arm: np.zeros(len(items)) for arm in arms_of(at)} for at in range(len(setups))]
     spans: dict[str, list[float]] = {"native": [], SOURCE_ALONE: [], "bytes": []}
-    pooled: AttentionCosine | None = None
+    pooled: list[AttentionCosine | None] = [None] * len(setups)
     done = 0
     for batch in batches:
-        caches = build(setup, [items[i].context for i in batch.items], batch, room=max(widths))
+        rows = list(batch.items[: batch.real])
+        reading = read(setup, [items[i].context for i in batch.items], batch)
         texts = [items[i].continuation for i in batch.items]
         tokens = boundary_tokens(setup.target_tokenizer, texts, widths[0])
-        scores = {arm: _logprobs(setup.target, tokens, caches.target[arm]) for arm in ARMS}
-        own = boundary_tokens(setup.source_tokenizer, texts, widths[1])
-        alone = _logprobs(setup.source, own, caches.source)
-        for row, i in enumerate(batch.items[: batch.real]):
-            for arm in ARMS:
-                nats[arm][i] = -scores[arm][row].sum() / (len(ours[i]) - 1)
-            _add_span(spans, items[i].continuation, (ours[i], scores["native"][row]), (theirs[i], alone[row]))
-        if cosine:
-            found = _cosines(setup, tokens, caches, batch)
-            pooled = found if pooled is None else pooled + found
+        for at, one in enumerate(setups):
+            caches = build(one, reading, batch, max(widths), arms_of(at))
+            scores = {arm: _logprobs(setup.target, tokens, cache) for arm, cache in caches.target.items()}
+            for arm, found in scores.items():
+                nats[at][arm][rows] = -found.sum(axis=1)[: batch.real] / counts[rows]
+            if cosine:
+                pooled[at] = _pooled(pooled[at], _cosines(one, tokens, caches, reading.native, batch))
+            if at:
+                continue
+            own = boundary_tokens(setup.source_tokenizer, texts, widths[1])
+            alone, native = _logprobs(setup.source, own, caches.source), scores["native"]
+            for row, i in enumerate(rows):
+                _add_span(spans, items[i].continuation, (ours[i], native[row]), (theirs[i], alone[row]))
         done += batch.real
         progress(done, len(items))
     rates = {arm: nats_per_byte(spans[arm], spans["bytes"]) for arm in ("native", SOURCE_ALONE)}
-    counts = np.array([len(e) - 1 for e in ours])
-    return LossResult(nats, counts, rates, len({item.context for item in items}), digest(items)), pooled
+    contexts, sha256 = len({item.context for item in items}), digest(items)
+    return [
+        (LossResult(shared_arms(nats, at), counts, rates, contexts, sha256), pooled[at]) for at in range(len(setups))
+    ]
+
+
+def _pooled(known: AttentionCosine | None, found: AttentionCosine) -> AttentionCosine:
+    return found if known is None else known + found
 
 
 def _check(items: Sequence[Item], encodings: Sequence[Encoding]) -> None:
@@ -112,16 +126,17 @@ def _add_span(
     spans["bytes"].append(len(text[int(start) :].encode()))
 
 
-def _cosines(setup: Setup, tokens: np.ndarray, caches: ArmCaches, batch: Batch) -> AttentionCosine:
+def _cosines(setup: Setup, tokens: np.ndarray, caches: ArmCaches, native: KVCache, batch: Batch) -> AttentionCosine:
     """Cosines of one batch; rows that only fill the batch are blanked."""
     counted = tokens.copy()
     counted[batch.real :] = -1
-    native = caches.target["native"]
+    slots = next(iter(caches.target.values())).groups[0].slots
+    native = pad_to(native, slots)
     queries = forward(setup.target, jnp.asarray(tokens), native, collect_queries=True).queries
     if queries is None:
         raise KvxError("the target gave no queries; forward(collect_queries=True) must collect them.")
     steps = np.cumsum(counted >= 0, axis=1) - 1
     positions = np.where(counted >= 0, np.asarray(native.next_position())[:, None] + steps, -1).astype(np.int32)
-    others = {arm: caches.target[arm] for arm in COSINE_ARMS}
+    others = {arm: caches.target[arm] for arm in COSINE_ARMS if arm in caches.target}
     first = setup.prefix_length
     return attention_cosine(setup.target.config, queries, jnp.asarray(positions), native, others, first=first)

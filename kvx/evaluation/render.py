@@ -40,7 +40,9 @@ def as_json(result: Evaluation, per_item: bool) -> dict[str, Any]:
         "loss_intervals": {arm: _ends(e) for arm, e in result.loss_estimates.items()},
         "f1": {arm: _value(result.f1_estimates.get(arm)) for arm in answering},
         "f1_intervals": {arm: _ends(e) for arm, e in result.f1_estimates.items()},
-        "exact": {arm: float(answer.exact[arm].mean()) if answer else None for arm in answering},
+        "exact": {
+            arm: float(answer.exact[arm].mean()) if answer and arm in answer.exact else None for arm in answering
+        },
         "verdict": result.verdict.decision,
         "reasons": list(result.verdict.reasons),
         "attention_cosine": result.cosine.to_json() if result.cosine else None,
@@ -134,7 +136,7 @@ def _arms(result: Evaluation) -> Table:
 def _cells(result: Evaluation, arm: str) -> tuple[str, str, str]:
     """Loss, F1 and exact match of one arm, with intervals; a dash where not measured."""
     loss, f1 = result.loss_estimates.get(arm), result.f1_estimates.get(arm)
-    exact = f"{result.answer.exact[arm].mean():.2f}" if result.answer else "-"
+    exact = f"{result.answer.exact[arm].mean():.2f}" if result.answer and arm in result.answer.exact else "-"
     return (
         f"{loss.value:.3f} [{loss.low:.3f}, {loss.high:.3f}]" if loss and loss.defined else "-",
         f"{f1.value:.2f} [{f1.low:.2f}, {f1.high:.2f}]" if f1 and f1.defined else "-",

@@ -116,7 +116,11 @@ class Evaluation:
     @functools.cached_property
     def loss_estimates(self) -> dict[str, Estimate]:
         """Arm -> mean loss in nats per target token, with its interval."""
-        return {arm: self.bootstrap.mean(self.loss.nats[arm]) for arm in ARMS} if self.loss else {}
+        return (
+            {arm: self.bootstrap.mean(self.loss.nats[arm]) for arm in ARMS if arm in self.loss.nats}
+            if self.loss
+            else {}
+        )
 
     @functools.cached_property
     def f1_estimates(self) -> dict[str, Estimate]:

@@ -1,0 +1,247 @@
+"""Several maps of one pair on the same items: quality beside bytes and time, and paired differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvx.alignment import Alignment
+from kvx.cache.build import empty
+from kvx.errors import KvxError
+from kvx.evaluation.evaluate import measure
+from kvx.evaluation.items import Item, Question
+from kvx.evaluation.metrics import Estimate
+from kvx.evaluation.report import Evaluation
+from kvx.models.model import Model
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvx.mappers.base import CacheMap
+
+APPLY_TOKENS = 1024
+REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class MapFacts:
+    """What a map costs.
+
+    Attributes:
+        method: settings, as text.
+        bytes: that a translation reads.
+        apply_ms: median time of one translation of ``tokens`` tokens, batch 1, compiled.
+        tokens: of that context.
+        r2_held_out: mean held-out explained variance of the fit; ``None`` where it is not recorded.
+        build_s: seconds of the fit's sums and solves; ``None`` where they are not known.
+    """
+
+    method: str
+    bytes: int
+    apply_ms: float
+    tokens: int
+    r2_held_out: float | None
+    build_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Maps of one pair, measured on the same items.
+
+    Attributes:
+        results: name -> evaluation; the first map in all arms, the others in translated and mismatched.
+        facts: name -> what the map costs.
+    """
+
+    results: Mapping[str, Evaluation]
+    facts: Mapping[str, MapFacts]
+
+    @property
+    def reference(self) -> str:
+        """The map that the others are compared with: the first."""
+        return next(iter(self.results))
+
+    def difference(self, name: str, than: str | None = None) -> dict[str, Estimate]:
+        """How much more a map carries than another one, paired item by item.
+
+        Args:
+            name: of the map; than: of the other, ``None``: the reference.
+
+        Returns:
+            ``content`` and ``retained`` as differences of these shares, ``f1`` of translated F1; only what was
+            measured.
+        """
+        a, b = self.results[name], self.results[than or self.reference]
+        found: dict[str, Estimate] = {}
+        if a.loss and b.loss:
+            ours, theirs = a.loss.nats, b.loss.nats
+            effect = theirs["native_mismatched"] - theirs["native"]
+            carried = [nats["mismatched"] - nats["translated"] for nats in (ours, theirs)]
+            found["content"] = a.bootstrap.ratio(carried[0] - carried[1], effect)
+            gain = theirs["translated"] - ours["translated"]
+            found["retained"] = a.bootstrap.ratio(gain, theirs["none"] - theirs["native"])
+        if a.answer and b.answer:
+            found["f1"] = a.bootstrap.difference(a.answer.f1["translated"], b.answer.f1["translated"])
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Every evaluation, the maps' facts and the differences from the reference, as plain JSON types."""
+        rows = {}
+        for name, result in self.results.items():
+            differences = {} if name == self.reference else self.difference(name)
+            rows[name] = {
+                **dataclasses.asdict(self.facts[name]),
+                "evaluation": result.to_json(per_item=True),
+                "difference": {key: dataclasses.asdict(value) for key, value in differences.items()},
+            }
+        return {"reference": self.reference, "maps": rows}
+
+    def table(self) -> Table:
+        """One row a map."""
+        from rich import box
+        from rich.table import Table
+
+        first = self.results[self.reference]
+        items = len(first.loss.tokens) if first.loss else 0
+        questions = len(first.answer.f1["native"]) if first.answer else 0
+        title = f"{first.pair}: {items} passages, {questions} questions; differences from {self.reference}"
+        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
+        for name in self.results:
+            table.add_row(*self.row(name))
+        return table
+
+    def row(self, name: str) -> list[str]:
+        """Cells of one map, in the order of ``COLUMNS``."""
+        result, facts = self.results[name], self.facts[name]
+        differences = {} if name == self.reference else self.difference(name)
+        cosine = result.cosine.mean() if result.cosine else None
+        f1 = result.answer.f1["translated"].mean() if result.answer else None
+        return [
+            name,
+            _number(f1, 2),
+            str(result.content),
+            str(differences.get("content", "-")),
+            str(result.retained),
+            _number(cosine, 3),
+            _number(facts.r2_held_out, 3),
+            f"{facts.bytes / 1e6:.1f}",
+            _number(facts.build_s, 1),
+            _number(facts.apply_ms, 1),
+        ]
+
+    def _repr_html_(self) -> str:
+        rows = [("th", COLUMNS), *(("td", self.row(name)) for name in self.results)]
+        body = "".join(f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>" for tag, cells in rows)
+        return f"<table>{body}</table>"
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{name}: content {self.results[name].content}, {fact.bytes:,} bytes" for name, fact in self.facts.items()
+        ]
+        return "\n".join(lines)
+
+
+COLUMNS = ("map", "F1", "content", "difference", "retained", "cosine", "R2", "MB", "build s", "apply ms")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None or np.isnan(value) else f"{value:.{digits}f}"
+
+
+def evaluate_maps(
+    source: Model,
+    target: Model,
+    maps: Mapping[str, CacheMap],
+    items: Sequence[Item | Question],
+    *,
+    build_s: Mapping[str, float] | None = None,
+    apply_tokens: int = APPLY_TOKENS,
+    **settings: Any,
+) -> Comparison:
+    """Measure several maps of one pair on the same items, side by side, with paired differences from the first.
+
+    The first map is measured in all arms; the others in the arms that depend on them (translated, mismatched), beside
+    the same native, native mismatched, none and source alone. Latency arms are left to :func:`kvx.evaluate`.
+
+    Args:
+        source, target: the pair, with tokenizers.
+        maps: name -> fitted map, at least two, of the same prefix and alignment rule.
+        items: passages and questions, none of which was fitted on.
+        build_s: name -> seconds of the fit's sums and solves (``FitReport.seconds``), to be shown beside.
+        apply_tokens: context length at which a translation is timed.
+        settings: as for :func:`kvx.evaluate`, except ``latency``.
+
+    Returns:
+        The comparison; print its :meth:`Comparison.table`.
+
+    Raises:
+        KvxError: fewer than two maps, maps of another pair, or whatever :func:`kvx.evaluate` refuses.
+
+    Example:
+        >>> import kvx
+        >>> from kvx.evaluation.comparison import evaluate_maps
+        >>> from kvx.evaluation.items import Item
+        >>> from kvx.models.random_model import byte_model
+        >>> source, target = byte_model(), byte_model(3, seed=1)
+        >>> pairs = kvx.pairs(source, target, "Ann lives in Rome. " * 20, max_length=64)
+        >>> fits = {k: kvx.mappers.full_head(layers=k, ridge=0.1) for k in (1, 2)}
+        >>> maps = {f"k={k}": kvx.fit(m, pairs, held_out=0, progress=False)[0] for k, m in fits.items()}
+        >>> items = [Item("Bob lives in Oslo.", " He likes snow."), Item("Eva lives in Bonn.", " She likes rain.")]
+        >>> found = evaluate_maps(source, target, maps, items, progress=False, apply_tokens=64)
+        >>> found.reference, sorted(found.difference("k=2"))
+        ('k=1', ['content', 'retained'])
+    """
+    if len(maps) < 2:
+        raise KvxError(f"got {len(maps)} map(s); comparing needs at least two, use kvx.evaluate for one.")
+    found = measure(source, target, list(maps.values()), items, latency=False, **settings)
+    facts = {}
+    for name, mapper in maps.items():
+        held = [np.mean(e.r2_held_out) for e in getattr(mapper.params, "report", None) or () if e.r2_held_out]
+        r2 = float(np.mean(held)) if held else None
+        seconds = (build_s or {}).get(name)
+        facts[name] = MapFacts(
+            str(mapper.method), mapper.size, 1e3 * apply_seconds(mapper, apply_tokens), apply_tokens, r2, seconds
+        )
+    return Comparison(dict(zip(maps, found, strict=True)), facts)
+
+
+def apply_seconds(mapper: CacheMap, tokens: int, repeats: int = REPEATS) -> float:
+    """Median wall seconds of translating a context of that many tokens (the same for both models), batch 1, compiled.
+
+    Raises:
+        KvxError: a map that does not say which caches it reads.
+    """
+    from kvx.pipeline import translate
+
+    if not mapper.source.layers:
+        raise KvxError("this map reads caches of any shape, so it cannot be timed; give a fitted one.")
+    slots = jnp.arange(tokens, dtype=jnp.int32)[None]
+    cache = empty(mapper.source, 1, tokens)
+    groups = [
+        dataclasses.replace(
+            g,
+            k=jnp.ones_like(g.k),
+            v=jnp.ones_like(g.v),
+            pos=jnp.broadcast_to(slots[:, None, None], g.pos.shape),
+            next=jnp.full_like(g.next, tokens),
+        )
+        for g in cache.groups
+    ]
+    cache = dataclasses.replace(cache, groups=tuple(groups))
+    alignment = Alignment(slots[..., None], jnp.ones((1, tokens, 1)), slots)
+    run = jax.jit(lambda m, c, a: translate(m, c, a))
+    jax.block_until_ready(run(mapper, cache, alignment))
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(run(mapper, cache, alignment))
+        times.append(time.perf_counter() - started)
+    return float(np.median(times))
