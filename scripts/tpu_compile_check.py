@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 from jax.experimental import topologies
+
 from pallas_kernels.apply import check as apply
+from pallas_kernels.check import Case
 from pallas_kernels.moments import check as moments
 from pallas_kernels.sensitivity import check as sensitivity
-
-from pallas_kernels.check import Case
 
 OPS = {"moments": moments, "sensitivity": sensitivity, "apply": apply}
 TOPOLOGIES = {"v5e": "v5e:2x4", "v5p": "v5p:2x2x1", "v6e": "v6e:2x4"}

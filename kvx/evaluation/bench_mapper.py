@@ -340,10 +340,8 @@ def _warm(shape: Shape, params: LinearParams, config: ModelConfig | None, repeat
         )
     wanted = [layer.shapes for layer in shape.geometry.layers]
     if [layer.shapes for layer in config.geometry.layers] != wanted:
-        raise KvxError(
-            f"the target model's cache has layers {config.geometry.layers[:1]}..., the map writes {shape}; give a model of "
-            "that cache shape."
-        )
+        found = f"{config.num_layers} layers of {config.kv_heads} kv heads x {config.head_dim}"
+        raise KvxError(f"the model's cache has {found}, the map writes {shape}; give a model of that cache shape.")
     count, boundary = 1024, jnp.arange(16, dtype=jnp.int32)[None]
     model = random_model(config, seed=seed)
     context = jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, (1, count)), jnp.int32)
