@@ -35,7 +35,7 @@ class Settings:
     out: Path
     """JSON file with every figure of every item."""
     methods: list[str]
-    """Mappers as written in Python, without the module: full_head(layers=7, ridge=1e-3)."""
+    """Mappers as written in Python, without the module: full_head(layers=7, ridge=1e-3); identity() is raw reuse."""
     questions: Path | None = None
     """Questions: JSON lines with question, answers and context."""
     source: str = "demo:smollm2"
@@ -64,12 +64,15 @@ def main(settings: Settings) -> None:
         items += load_questions(settings.questions, settings.max_questions)
     pairs = kept(
         kvx.pairs(source, target, [i.text for i in split.fit], max_tokens=settings.max_tokens, join=False),
-        [method_of(text) for text in settings.methods],
+        [method_of(text) for text in settings.methods if text != "identity()"],
     )
     maps: dict[str, CacheMap] = {}
     reports: dict[str, FitReport] = {}
     build_s: dict[str, float] = {}
     for text in settings.methods:
+        if text == "identity()":
+            maps[text] = kvx.identity()
+            continue
         started = time.perf_counter()
         maps[text], reports[text] = kvx.fit(method_of(text), pairs, progress=False)
         build_s[text] = sum(s for phase, s in reports[text].seconds.items() if phase != "pairs")

@@ -36,7 +36,8 @@ class MapFacts:
     Attributes:
         method: settings, as text.
         bytes: that a translation reads.
-        apply_ms: median time of one translation of ``tokens`` tokens, batch 1, compiled.
+        apply_ms: median time of one translation of ``tokens`` tokens, batch 1, compiled; ``None`` for a map without
+            coefficients.
         tokens: of that context.
         r2_held_out: mean held-out explained variance of the fit; ``None`` where it is not recorded.
         build_s: seconds of the fit's sums and solves; ``None`` where they are not known.
@@ -44,7 +45,7 @@ class MapFacts:
 
     method: str
     bytes: int
-    apply_ms: float
+    apply_ms: float | None
     tokens: int
     r2_held_out: float | None
     build_s: float | None = None
@@ -207,9 +208,8 @@ def evaluate_maps(
         held = [np.mean(e.r2_held_out) for e in getattr(mapper.params, "report", None) or () if e.r2_held_out]
         r2 = float(np.mean(held)) if held else None
         seconds = (build_s or {}).get(name)
-        facts[name] = MapFacts(
-            str(mapper.method), mapper.size, 1e3 * apply_seconds(mapper, apply_tokens), apply_tokens, r2, seconds
-        )
+        apply_ms = 1e3 * apply_seconds(mapper, apply_tokens) if mapper.source.layers else None
+        facts[name] = MapFacts(str(mapper.method), mapper.size, apply_ms, apply_tokens, r2, seconds)
     return Comparison(dict(zip(maps, found, strict=True)), facts)
 
 
