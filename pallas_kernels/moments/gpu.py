@@ -1,0 +1,3 @@
+"""Second moments on a GPU: placeholder."""
+def moments(*args):
+    raise NotImplementedError("no")
