@@ -26,7 +26,7 @@ from pallas_kernels.tiles import tuned
 MIB = 1 << 20
 VMEM = {"TPU v5 lite": 128, "TPU v5e": 128, "TPU v5": 64, "TPU v5p": 64, "TPU v6 lite": 128, "TPU v6e": 128}  # MiB
 OTHER = 16  # MiB, of a device kind that is not in the table
-SHARE = 0.6  # of VMEM, for blocks and scratch
+SHARE = 0.7  # of VMEM, for blocks and scratch
 UNIT = 256  # features
 
 
@@ -196,7 +196,7 @@ def _schedule(units: int, held: int) -> tuple[np.ndarray, ...]:
     for t in range(len(limit)):
         own = [(a, b, p) for p, (a, b) in enumerate(pairs[first[t] : first[t + 1]])]
         writes.append(own + [(b, a, p) for a, b, p in own if a != b])
-    most = max(units, *(len(own) for own in writes)) if len(writes) > 1 else max(units, len(writes[0]))
+    most = max([units, *map(len, writes)])
     table = np.array([own + own[-1:] * (most - len(own)) for own in writes], np.int32).reshape(-1, 3)
     left, right = np.array(pairs, np.int32).T
     return (np.array(first, np.int32), np.array(limit, np.int32), left, right, *table.T)
