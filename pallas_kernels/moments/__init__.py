@@ -79,9 +79,7 @@ def moments(
     return _moments(implementation, blocks, y, gather, weight, x_mean, y_mean)
 
 
-def whiten(
-    blocks: jax.Array, gather: jax.Array, weight: jax.Array, x_mean: jax.Array, white: jax.Array
-) -> jax.Array:
+def whiten(blocks: jax.Array, gather: jax.Array, weight: jax.Array, x_mean: jax.Array, white: jax.Array) -> jax.Array:
     """``(blocks - x_mean) white`` in float32, block by block; zero in rows that no head reads (NaN in padding).
 
     Args:

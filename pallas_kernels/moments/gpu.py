@@ -1,8 +1,8 @@
 """Second moments on a GPU (Mosaic GPU, Hopper): bfloat16 blocks, products of float32 values on the tensor cores.
 
-Centred and weighted rows are float32. Tensor cores multiply bfloat16: each value is split into three bfloat16 terms that
-add up to it, and the six products that matter are summed in float32, as a TPU does at highest precision. One thread
-block multiplies one pair of tiles, on or below the diagonal, over all rows; tiles are read through the L2 cache.
+Centred and weighted rows are float32. Tensor cores multiply bfloat16: each value is split into three bfloat16 terms
+that add up to it, and the six products that matter are summed in float32, as a TPU does at highest precision. One
+thread block multiplies one pair of tiles, on or below the diagonal, over all rows; tiles are read through the L2 cache.
 """
 
 from __future__ import annotations
@@ -160,9 +160,14 @@ def _call(
                 return acc[...]
 
             found = pl.run_scoped(accumulate, plgpu.ACC((tile, tile)))
-            pl.run_scoped(functools.partial(_store, found, out.at[h, pl.ds(i * tile, tile), pl.ds(j * tile, tile)]),
-                          plgpu.SMEM((tile, tile), jnp.float32, transforms=(
-                              plgpu.TilingTransform((8, SWIZZLE // 4)), plgpu.SwizzleTransform(SWIZZLE))))
+            pl.run_scoped(
+                functools.partial(_store, found, out.at[h, pl.ds(i * tile, tile), pl.ds(j * tile, tile)]),
+                plgpu.SMEM(
+                    (tile, tile),
+                    jnp.float32,
+                    transforms=(plgpu.TilingTransform((8, SWIZZLE // 4)), plgpu.SwizzleTransform(SWIZZLE)),
+                ),
+            )
 
         terms = plgpu.SMEM((3, ROWS, tile), jnp.bfloat16, transforms=transforms)
         pl.run_scoped(inner, terms, terms, plgpu.SMEM((2, tile), jnp.float32), plgpu.Barrier())

@@ -129,9 +129,7 @@ def moments(
     return Sums(w.sum(axis=1), (w * w).sum(axis=1), x[:, 0], y_sum[:, 0], yy[:, 0], xx, xy)
 
 
-def plan(
-    blocks: Any, y: Any, k: int, *, device_kind: str | None = None, interpret: bool = False, **sizes: int
-) -> Plan:
+def plan(blocks: Any, y: Any, k: int, *, device_kind: str | None = None, interpret: bool = False, **sizes: int) -> Plan:
     """Sizes of a launch: given ones, else measured ones, else the heuristic's.
 
     Args:
@@ -160,8 +158,8 @@ def plan(
             break
     if held < units:
         raise NotImplementedError(
-            f"a row of the Gram of {k} blocks of {features} features takes {units} products of {unit * features}^2, and "
-            f"{kind} has room for {max(held, 0)}; give a head fewer blocks, or split its features."
+            f"a row of the Gram of {k} blocks of {features} features takes {units} products of {unit * features}^2, "
+            f"and {kind} has room for {max(held, 0)}; give a head fewer blocks, or split its features."
         )
     return Plan(heads, k, rows, features, outputs, block, unit, units, *_schedule(units, held))
 
