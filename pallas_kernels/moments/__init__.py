@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from pallas_kernels.moments.reference import Sums
 
 __all__ = ["Sums", "moments", "whiten"]
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., Sums]] = {
     "xla": reference.moments,
     "tpu": tpu.moments,
     "gpu": gpu.moments,

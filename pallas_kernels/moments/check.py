@@ -30,7 +30,7 @@ def arguments(length: int, features: int, dtype: Any, *, k: int = BLOCKS) -> tup
     )
 
 
-def cost(kind: str, args: tuple[Any, ...], **sizes: int) -> tuple[Traffic, int]:
+def cost(kind: str, args: tuple[Any, ...], **sizes: Any) -> tuple[Traffic, int]:
     """HBM traffic and VMEM bytes of a launch whose heads read different blocks."""
     heads, k = args[2].shape
     own = tpu.plan(args[0], args[1], k, device_kind=kind, **sizes)

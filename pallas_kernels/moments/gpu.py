@@ -59,7 +59,8 @@ def moments(
     if whole < blocks.shape[1]:
         rest = reference.moments(blocks[:, whole:], y[:, whole:], gather, weight[:, whole:], x_mean, y_mean)
         xx, xy = xx + rest.xx, xy + rest.xy
-    return Sums(*vectors, xx, xy)
+    w, w2, x, y_sum, yy = vectors
+    return Sums(w, w2, x, y_sum, yy, xx, xy)
 
 
 def _vectors(

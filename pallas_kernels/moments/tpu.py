@@ -182,7 +182,7 @@ def _room(budget: int, block: int, k: int, unit: int, blocks: Any, y: Any) -> in
 
 def _schedule(units: int, held: int) -> tuple[np.ndarray, ...]:
     """Tiles of whole rows of the lower triangle, the widest first, and their writing steps."""
-    first, limit, pairs = [0], [], []
+    first, limit, pairs = [0], list[int](), list[tuple[int, int]]()
     for a in reversed(range(units)):
         if not limit or len(pairs) + a + 1 - first[-1] > held:
             if limit:
@@ -274,23 +274,23 @@ def _kernel(own: Plan, *refs: Any) -> None:
     start, features = first[t], own.features
 
     @pl.when(i == 0)
-    def _() -> None:
+    def start_gram() -> None:
         gram[...] = jnp.zeros_like(gram)
 
     @pl.when((i == 0) & (t == 0))
-    def _() -> None:
+    def start_head() -> None:
         for ref in (cross, z, zt, x_sum, y_sum, yy_sum):
             ref[...] = jnp.zeros_like(ref)
 
     @pl.when(i < own.steps)
-    def _() -> None:
+    def take() -> None:
         w = _weights(own, weight, i)
         keep, root = w > 0, jnp.sqrt(w)
         for a in range(own.k):
             at, span = a // own.unit, pl.ds(a % own.unit * features, features)
 
             @pl.when(a < limit[t] * own.unit)
-            def _(a: int = a, at: int = at, span: Any = span) -> None:
+            def gather(a: int = a, at: int = at, span: Any = span) -> None:
                 here = pl.ds(a * features, features)
                 centred = jnp.where(keep, xs[a][...].astype(jnp.float32) - mean[:, here], 0.0)
                 scaled = centred * root
@@ -298,40 +298,40 @@ def _kernel(own: Plan, *refs: Any) -> None:
                 zt[at, span, :] = scaled.T
 
                 @pl.when(t == 0)
-                def _() -> None:
+                def sum_x() -> None:
                     x_sum[:, here] += (centred * w).sum(axis=0, keepdims=True)
 
         @pl.when(t == 0)
-        def _() -> None:
+        def take_y() -> None:
             centred = jnp.where(keep, y[...].astype(jnp.float32) - y_mean[...], 0.0)
             y_sum[...] += (centred * w).sum(axis=0, keepdims=True)
             yy_sum[...] += (centred * centred * w).sum(axis=0, keepdims=True)
             u = centred * root
 
             @pl.loop(0, own.units)
-            def _(at: jax.Array) -> None:
+            def multiply_y(at: jax.Array) -> None:
                 cross[at] += jnp.dot(zt[at], u, precision=HIGHEST, preferred_element_type=jnp.float32)
 
         @pl.loop(0, first[t + 1] - start)
-        def _(p: jax.Array) -> None:
+        def multiply(p: jax.Array) -> None:
             a, b = zt[left[start + p]], z[right[start + p]]
             gram[p] += jnp.dot(a, b, precision=HIGHEST, preferred_element_type=jnp.float32)
 
     @pl.when(i >= own.steps)
-    def _() -> None:
+    def write() -> None:
         at = t * own.flush + i - own.steps
         found = gram[pair[at]]
 
         @pl.when(row[at] >= column[at])
-        def _() -> None:
+        def as_it_is() -> None:
             xx[...] = found
 
         @pl.when(row[at] < column[at])
-        def _() -> None:
+        def mirrored() -> None:
             xx[...] = found.T
 
         @pl.when(t == 0)
-        def _() -> None:
+        def write_xy() -> None:
             xy[...] = cross[jnp.minimum(i - own.steps, own.units - 1)]
 
 
