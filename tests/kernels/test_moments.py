@@ -15,6 +15,14 @@ from pallas_kernels.launch import vmem_limit
 from pallas_kernels.moments import Sums, backward, check, gpu, moments, reference, tpu, whiten
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_in_a_hurry():
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def make(u, n, f, h, q, k, dtype=jnp.float32, *, seed=0, poison=True):
     """Random arguments; a fifth of the rows has weight zero in a head, and some in all: those hold NaN."""
     rng = np.random.default_rng(seed)
@@ -68,33 +76,30 @@ def test_the_reference_streams_chunks_of_rows(rows, monkeypatch) -> None:
 
 
 def kernel(*args, **sizes):
-    """The TPU kernel in the interpreter, compiled in a hurry."""
-    run = jax.jit(functools.partial(tpu.moments, interpret=True, **sizes))
-    return run.lower(*args).compile(compiler_options={"xla_backend_optimization_level": 0})(*args)
+    """The TPU kernel in the interpreter."""
+    return jax.jit(functools.partial(tpu.moments, interpret=True, **sizes))(*args)
 
 
 SHAPES = [
     (3, 20, 8, 2, 5, 2, {"block": 8}),
-    (2, 20, 8, 1, 8, 1, {"block": 8}),
     (5, 20, 6, 2, 3, 5, {"block": 8, "unit": 2, "held": 4}),
     (4, 9, 16, 3, 8, 4, {"block": 8, "unit": 1, "held": 5}),
     (6, 17, 5, 2, 4, 6, {"block": 16, "unit": 1, "held": 6}),
     (3, 130, 80, 2, 16, 3, {}),
-    (3, 1, 64, 1, 1, 2, {}),
-    (3, 21, 8, 2, 5, 2, {"block": 8}),
+    (3, 1, 64, 1, 1, 1, {}),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_matches_the_reference(shape) -> None:
+def test_the_kernel_is_the_definition(shape) -> None:
     *shape, sizes = shape
     args = make(*shape, jnp.bfloat16 if shape[1] % 2 == 0 else jnp.float32)
     got = kernel(*args, **sizes)
-    assert_close(got, reference.moments(*args))
+    assert_close(got, plain(*args))
     np.testing.assert_allclose(got.xx, np.swapaxes(got.xx, 1, 2), rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.data())
 def test_the_kernel_takes_any_shape(data) -> None:
     pick = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
@@ -117,7 +122,8 @@ def test_an_unaligned_tail_counts_its_own_rows() -> None:
 
 def test_the_public_function_runs_the_kernel_by_the_interpreter() -> None:
     args = make(3, 20, 8, 2, 5, 2)
-    assert_close(moments(*args, implementation="interpret"), reference.moments(*args))
+    found = jax.jit(functools.partial(moments, implementation="interpret"))(*args)
+    assert_close(found, jax.jit(reference.moments)(*args))
 
 
 def test_rows_one_head_reads_and_another_does_not() -> None:
@@ -155,10 +161,9 @@ def test_whitening_keeps_rows_that_no_head_reads_out() -> None:
     assert_close(moments(*args, white), own)
 
 
-@pytest.mark.parametrize("rows", [8, 20])
-def test_gradients_are_those_of_autodiff(rows, monkeypatch) -> None:
+def test_gradients_are_those_of_autodiff(monkeypatch) -> None:
     monkeypatch.setattr(backward, "ROWS", 8)
-    args = make(3, rows, 4, 2, 3, 2, poison=False)
+    args = make(3, 20, 4, 2, 3, 2, poison=False)
     gather, rng = args[2], np.random.default_rng(1)
     white = jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)
     bars = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), reference.moments(*args))
