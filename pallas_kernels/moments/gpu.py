@@ -38,8 +38,8 @@ def moments(
         interpret: parameters of the Mosaic GPU interpreter.
 
     Raises:
-        NotImplementedError: blocks or outputs that are not bfloat16, features or outputs that are no multiple of 64, a GPU
-            other than Hopper, or no Mosaic GPU.
+        NotImplementedError: blocks or outputs that are not bfloat16, features or outputs that are no multiple of 64, a
+            GPU other than Hopper, or no Mosaic GPU.
     """
     for name, array in (("blocks", blocks), ("y", y)):
         if array.dtype != jnp.bfloat16:
@@ -106,7 +106,7 @@ def _products(
 
 
 def _kernel() -> Any:
-    """The kernel's module: Mosaic GPU needs packages that JAX alone does not bring, and the kernel Hopper's products."""
+    """The kernel's module; Mosaic GPU needs packages that JAX alone does not bring."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "9.0") if device.platform == "gpu" else "9.0"
     if str(capability) != "9.0":
