@@ -116,7 +116,7 @@ def _entry(
     weighing: Weighing,
 ) -> Fitted:
     """Choose the ridge of one entry if that is asked for, and solve it on all rows."""
-    entry, sides = gathered.entries[at], gathered.totals[at]
+    entry, sides = gathered.entries[at], gathered.sums(at)
     frame, outputs = gathered.frames[entry.parts], gathered.outputs[at]
     weighted = [None if sums is None else of_sums(frame, outputs, sums) for sums in sides]
     ridge, attention = first.report.ridge, np.array([])

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from kvx.errors import KvxError
 from kvx.fitting.blocks import Block
+from kvx.fitting.head_sums import EntrySums, HeadSums, grouped, heads_of, pooled, two_sum
 from kvx.fitting.moments import HIGHEST, whitening
 from kvx.fitting.normal import Normals
 from kvx.fitting.pairs import PairBatch, rows_of
@@ -56,35 +57,19 @@ class Outputs:
     scale: Array
 
 
-@pytree
-class EntrySums:
-    """Sums over rows with the weights r of one entry, in its frame.
-
-    Attributes:
-        weight, weight2: ``sum r``, ``sum r^2``.
-        x: ``sum r z`` ``[P]``; y: ``sum r u``, yy: ``sum r u^2`` ``[q]``.
-        xx: ``sum r z z'`` ``[P,P]``; xy: ``sum r z u'`` ``[P,q]``.
-    """
-
-    weight: Array
-    weight2: Array
-    x: Array
-    y: Array
-    yy: Array
-    xx: Array
-    xy: Array
-
-
 class WeightedPass(Reader):
     """Reads pairs that hold sensitivities (:meth:`kvx.fitting.pairs.Pairs.weighed`) and sums what the entries need.
 
-    An entry of several heads weighs its rows by the mean of their sensitivities. Scratch is one block's product; the
-    sums take ``8 (P + q) P`` bytes an entry and side.
+    An entry of several heads weighs its rows by the mean of their sensitivities. The entries of a target layer and
+    component that read blocks of one width are summed in one call; others one by one. Scratch is the chosen blocks of
+    one block of rows, and one product; the sums take ``8 (P + q) P`` bytes an entry and side.
 
     Attributes:
         entries: the chosen support.
-        frames: coordinates, by parts; members: the entries that read them; outputs: of each entry.
-        totals: for each entry and side the fp32 sums and what their rounding has lost; ``None`` where not asked for.
+        frames: coordinates, by parts; outputs: of each entry.
+        layers: sums of entries that are summed together.
+        members: the other entries, by the parts they read; totals: for each of them and each side the fp32 sums and
+            what their rounding has lost; ``None`` where not asked for.
         counts: rows of each side.
     """
 
@@ -102,14 +87,16 @@ class WeightedPass(Reader):
         super().__init__(rows, held_out)
         self.plan, self.entries, self.sides = plan, list(entries), tuple(sides)
         self.frames = {parts: _frame(plan, uniform, parts) for parts in dict.fromkeys(e.parts for e in entries)}
-        self.members: dict[Any, list[int]] = {parts: [] for parts in self.frames}
-        for i, entry in enumerate(entries):
-            self.members[entry.parts].append(i)
         self.outputs = [_outputs(plan, uniform, entry) for entry in entries]
-        self.totals: list[list[tuple[EntrySums, EntrySums] | None]] = [
-            [_zeros(entry, self.frames[entry.parts]) if side in self.sides else None for side in (0, 1)]
-            for entry in entries
-        ]
+        self.layers = [self._layers(members) for members in grouped(self.entries).values()]
+        together = {i for layers in self.layers for members in layers.members for i in members}
+        self.members: dict[Any, list[int]] = {}
+        self.totals: dict[int, list[tuple[EntrySums, EntrySums] | None]] = {}
+        for i, entry in enumerate(self.entries):
+            if i not in together:
+                zeros = functools.partial(_zeros, entry, self.frames[entry.parts])
+                self.members.setdefault(entry.parts, []).append(i)
+                self.totals[i] = [zeros() if side in self.sides else None for side in (0, 1)]
         self.counts = [0, 0]
 
     def rows(self, batch: PairBatch) -> tuple[Array, Array, Array]:
@@ -132,14 +119,40 @@ class WeightedPass(Reader):
                 if found is not None:
                     self.totals[i][side] = _add(*found, z, block.y, block.weight, self.outputs[i])
 
+        for layers in self.layers:
+            layers.take(side, block.x, block.y, block.weight)
+
+    def sums(self, entry: int) -> list[tuple[EntrySums, EntrySums] | None]:
+        """An entry's sums of each side."""
+        if entry in self.totals:
+            return self.totals[entry]
+        return next(layers for layers in self.layers if any(entry in m for m in layers.members)).of(entry)
+
     def state(self) -> Any:
         """The sums."""
-        return self.totals
+        return self.totals, [layers.totals for layers in self.layers]
 
     @property
     def bytes(self) -> int:
         """Size of the sums."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.totals))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state()))
+
+    def _layers(self, members: list[list[int]]) -> HeadSums:
+        """Groups of entries whose blocks have one width."""
+        blocks = {}
+        for entry in (self.entries[i] for group in members for i in group):
+            frame, at = self.frames[entry.parts], 0
+            for i, part in enumerate(entry.parts):
+                width = len(frame.white[i])
+                blocks[part] = frame.mean[at : at + width], frame.white[i], frame.starts[i]
+                at += width
+        parts = sorted(blocks)
+        number = {part: i for i, part in enumerate(parts)}
+        groups = []
+        for group in members:
+            outputs = [(o.start, o.heads, o.mean, o.scale) for o in (self.outputs[i] for i in group)]
+            groups.append(heads_of([self.entries[i] for i in group], number, outputs))
+        return HeadSums.zeros(pooled(parts, blocks), groups, members, self.sides)
 
 
 def _frame(plan: Plan, uniform: Normals, parts: tuple[tuple[int, int, int], ...]) -> Frame:
@@ -200,15 +213,7 @@ def _add(
     block = EntrySums(
         r.sum(), (r * r).sum(), _dot(root, z)[0], _dot(root, u)[0], (u * u).sum(axis=0), _dot(z, z), _dot(z, u)
     )
-    new = jax.tree.map(jnp.add, total, block)
-    lost = jax.tree.map(_lost, total, new, block)
-    return new, jax.tree.map(jnp.add, error, lost)
-
-
-def _lost(total: Array, new: Array, block: Array) -> Array:
-    """What the rounding of ``new = total + block`` lost (Knuth, TAOCP 2, 4.2.2)."""
-    virtual = new - total
-    return (total - (new - virtual)) + (block - virtual)
+    return two_sum(total, error, block)
 
 
 def _dot(a: Array, b: Array) -> Array:
