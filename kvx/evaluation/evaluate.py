@@ -94,7 +94,7 @@ def evaluate(
         >>> sorted(result.to_json()["loss"])[:3], result.to_json()["verdict"]
         (['constant', 'mismatched', 'native'], None)
     """
-    given = {
+    given: dict[str, Any] = {
         "template": template,
         "rule": rule,
         "batch_size": batch_size,
@@ -167,7 +167,7 @@ def measure(
     if questions:
         with clock("questions"), reporting(progress, "questions", "items") as report:
             told = _step(report, "all arms")
-            asked = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "progress": told}
+            asked: dict[str, Any] = {"batch_size": batch_size, "max_new_tokens": max_new_tokens, "progress": told}
             answers[:] = measure_answers(several, questions, template, **asked)
     if latency:
         with clock("latency"), reporting(progress, "latency", "lengths") as report:

@@ -112,6 +112,20 @@ def _panel(count: int, features: int) -> int:
     return min(count, max(-(-count // PANELS), -(-PANEL // features)))
 
 
+def flops(heads: int, k: int, features: int, rows: int, outputs: int) -> int:
+    """Floating-point operations of the products that :func:`moments` does.
+
+    Example:
+        >>> from pallas_kernels.moments.reference import flops
+        >>> flops(1, 1, 512, 10, 1), flops(1, 4, 512, 10, 1)  # one panel; ten of sixteen
+        (5253120, 52469760)
+    """
+    panel, wide = _panel(k, features), k * features
+    widths = [min(panel, k - i) * features for i in range(0, k, panel)]
+    lower = sum(a * b for i, a in enumerate(widths) for b in widths[: i + 1])
+    return 2 * heads * rows * (lower + wide * outputs)
+
+
 def _products(found: Rows) -> list[jax.Array]:
     z, u, root = found
     x = jnp.concatenate([_dot(root, panel)[0] for panel in z])

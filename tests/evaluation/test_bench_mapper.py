@@ -25,9 +25,9 @@ def test_every_figure_is_there_and_positive(figures):
 
 def test_eight_heads_store_eight_times_less_but_for_the_biases():
     rng = np.random.default_rng(0)
-    shape = Shape(layers=3, heads=8, width=32, reads=4)
+    shape = Shape(layers=4, heads=8, width=32, reads=4)
     full, matched = (random_map(shape, support, rng).stored for support in SUPPORTS)
-    coefficients = 2 * 3 * 8 * (4 * 32) * 32 * 4
+    coefficients = 2 * 4 * 8 * (4 * 32) * 32 * 4
     assert matched >= coefficients and full >= 8 * coefficients
     assert 7.6 < full / matched < 8
 
