@@ -1,0 +1,524 @@
+"""TPU kernel of ``apply``.
+
+The grid walks over tiles of target rows, and for each over all target layers and heads. A ring of slots in VMEM keeps
+source blocks, gathered onto the tile's target rows, for as long as the following steps read them; when the window of
+source layers slides by one, one block is fetched. Blocks are copied by hand: the rows that a tile reads, in whole
+chunks, into a staging buffer while the steps before it compute; from there 128 target rows at a time are gathered by a
+one-hot product with a band of rows, or only masked where the alignment is the identity. Coefficients are fetched once a
+tile and step, so tiles are as large as VMEM allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.apply import reference
+from pallas_kernels.apply.reference import HIGHEST, Linear, Rotation, Settings
+from pallas_kernels.apply.tables import LANES, plan, windows
+from pallas_kernels.launch import Launch, Operand
+from pallas_kernels.tiles import tuned
+
+Array = jax.Array
+CHUNK = 256  # source rows of one copy
+COMPUTE = 512  # target rows of one product
+VMEM = {"TPU v5 lite": 128 << 20, "TPU v5": 64 << 20, "TPU v5p": 64 << 20, "TPU v6 lite": 128 << 20}
+SMEM_TABLE = 1 << 15  # entries of one prefetched table, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a launch depends on.
+
+    Attributes:
+        layers, heads: of the target; blocks, slots: U and S of the source; tokens: T.
+        reads: R, or 0 for the identity.
+        widths: features of each source; counts: k of each map; channels: D of each map.
+        shared: whether all maps read the same blocks; turned: whether keys are rotated.
+        tables: G of the rotation.
+        source, compute, out: dtypes of the sources, of the products and of the outputs.
+    """
+
+    layers: int
+    heads: int
+    blocks: int
+    slots: int
+    tokens: int
+    reads: int
+    widths: tuple[int, ...]
+    counts: tuple[int, ...]
+    channels: tuple[int, ...]
+    shared: bool = False
+    turned: bool = False
+    tables: int = 1
+    source: str = "bfloat16"
+    compute: str = "bfloat16"
+    out: str = "bfloat16"
+
+    @property
+    def features(self) -> int:
+        """F of a block."""
+        return sum(self.widths)
+
+    @property
+    def reading(self) -> int:
+        """n: blocks that a step reads, at most."""
+        return self.counts[0] if self.shared else sum(self.counts)
+
+    def chunk(self, rows: int) -> int:
+        """Source rows of one copy, for tiles of so many target rows."""
+        whole = _up(self.slots, LANES) % CHUNK == 0 and (bool(self.reads) or rows % CHUNK == 0)
+        return CHUNK if whole else LANES
+
+    @property
+    def band(self) -> int:
+        """Source rows that 128 target rows may read."""
+        if not self.reads:
+            return LANES
+        return _up(int(LANES * max(1.0, self.slots / self.tokens) * 1.5) + 16, LANES)
+
+    def window(self, rows: int) -> int:
+        """Source rows staged for a tile of so many target rows."""
+        if not self.reads:
+            return rows
+        chunk = self.chunk(rows)
+        spread = int(rows * max(1.0, self.slots / self.tokens) * 1.25) + 2 * chunk
+        return _up(max(min(_up(self.slots, LANES), spread), self.band), chunk)
+
+
+class Copies(Operand):
+    """A source that stays in HBM: the kernel copies, for each load of a tile, the tile's chunks of rows."""
+
+    def spec(self) -> pl.BlockSpec:
+        return pl.BlockSpec(memory_space=pl.ANY)
+
+    @property
+    def vmem_bytes(self) -> int:
+        """None of its own: it is staged in scratch."""
+        return 0
+
+    def fetched(self, places: Sequence[Any], scalars: Sequence[np.ndarray]) -> tuple[int, dict[tuple[int, ...], int]]:
+        """Bytes of all chunks copied, and the distinct chunks."""
+        _, first, block, _, start, chunks = scalars[:6]
+        rows = self.block[1] or 1
+        size = rows * self.shape[2] * jnp.dtype(self.dtype).itemsize
+        loads = block[: first[-1]]
+        at = {int(s) // rows + i for s, n in zip(start, chunks, strict=True) for i in range(int(n))}
+        distinct = {(int(u), i, 0): size for u in np.unique(loads) for i in at}
+        return int(len(loads) * chunks.sum()) * size, distinct
+
+
+def launch(shape: Shape, schedule: str, budget: int, rows: int | None = None) -> tuple[Launch, int]:
+    """The launch and its target rows a tile.
+
+    Scalars: the four tables of :class:`pallas_kernels.apply.tables.Plan`, ``start``, ``chunks`` and ``band`` of
+    :class:`pallas_kernels.apply.tables.Windows`, and the rotation's ``groups``.
+
+    Args:
+        shape: of the call.
+        schedule: ``"heads"``: all layers of a head after each other; ``"layers"``: all heads of a layer, with room
+            in the ring for what the layer's heads read.
+        budget: bytes of VMEM.
+        rows: of a tile; ``None``: as many as fit, evenly spread.
+
+    Raises:
+        NotImplementedError: not even the smallest tile fits.
+    """
+    if rows is not None:
+        return _launch(shape, schedule, budget, rows), rows
+    step = COMPUTE if shape.tokens > COMPUTE else LANES
+    most = _up(shape.tokens, step)
+    low, high = 0, most // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = _launch(shape, schedule, budget, middle * step).vmem_bytes <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    if not low:
+        raise NotImplementedError(
+            f"blocks of {shape.features} features, {ring(shape, schedule)} kept at a time, and coefficients of "
+            f"{shape.counts} blocks do not fit into {budget >> 20} MiB of VMEM."
+        )
+    rows = _up(-(-most // -(-most // (low * step))), step)
+    return _launch(shape, schedule, budget, rows), rows
+
+
+def ring(shape: Shape, schedule: str) -> int:
+    """Slots of the ring."""
+    if schedule == "heads":
+        return shape.reading
+    return max(shape.reading, min(shape.blocks, shape.heads * (shape.reading + 1)))
+
+
+def bound(shape: Shape, budget: int, minimum: int, coefficients: int) -> float:
+    """Least traffic ratio of a tile that keeps what a step reads in VMEM, everything but outputs held once.
+
+    Args:
+        shape: of the call; budget: bytes of VMEM.
+        minimum: bytes of all distinct blocks; coefficients: bytes of all coefficients among them.
+    """
+    size = {name: jnp.dtype(getattr(shape, name)).itemsize for name in ("compute", "out")}
+    step = sum(k * shape.features * d for k, d in zip(shape.counts, shape.channels, strict=True)) * size["compute"]
+    row = shape.reading * shape.features * size["compute"] + sum(shape.channels) * size["out"]
+    tiles = -(-shape.tokens // max(1, (budget - step) // row))
+    return 1.0 + (tiles - 1) * coefficients / minimum
+
+
+def _launch(shape: Shape, schedule: str, budget: int, rows: int) -> Launch:
+    tiles, padded = -(-shape.tokens // rows), _up(shape.slots, LANES)
+    heads_first = schedule == "heads"
+    grid = (tiles, shape.heads, shape.layers) if heads_first else (tiles, shape.layers, shape.heads)
+    place = (lambda a, b: (b, a)) if heads_first else (lambda a, b: (a, b))
+    table = (shape.layers, shape.heads)
+    sources = tuple(
+        Copies(f"source {n}", (shape.blocks, padded, w), shape.source, (None, shape.chunk(rows), w), lambda t, a, b, *s: ())
+        for n, w in enumerate(shape.widths)
+    )
+    maps: list[Operand] = []
+    outputs = []
+    size = sum(k * shape.features * d for k, d in zip(shape.counts, shape.channels, strict=True))
+    buffers = 2 if 16 * size * jnp.dtype(shape.compute).itemsize <= budget else 1
+    at_head = lambda t, a, b, *s: (*place(a, b), 0, 0)  # noqa: E731
+    at_rows = lambda t, a, b, *s: (*place(a, b), t, 0)  # noqa: E731
+    for n, (k, d) in enumerate(zip(shape.counts, shape.channels, strict=True)):
+        wide = k * shape.features
+        maps.append(
+            Operand(f"map {n}", (*table, wide, d), shape.compute, (None, None, wide, d), at_head, buffers=buffers)
+        )
+        maps.append(Operand(f"bias {n}", (*table, 1, d), "float32", (None, None, 1, d), at_head))
+        outputs.append(Operand(f"out {n}", (*table, shape.tokens, d), shape.out, (None, None, rows, d), at_rows))
+    lanes = (max(shape.reads, 1), tiles * rows)
+    kinds = (("local", "int32"), ("weight", "float32")) if shape.reads else (("weight", "float32"),)
+    aligned = tuple(Operand(m, lanes, d, (lanes[0], rows), lambda t, a, b, *s: (0, t)) for m, d in kinds)
+    turns: tuple[Operand, ...] = ()
+    if shape.turned:
+        d = shape.channels[0]
+        at_table = lambda t, a, b, *s: (s[-1][place(a, b)[0]], t, 0)  # noqa: E731
+        turns = tuple(
+            Operand(m, (shape.tables, shape.tokens, d), "float32", (None, rows, d), at_table, buffers=1)
+            for m in ("cos", "sin")
+        )
+    slots = (ring(shape, schedule), rows, shape.features)
+    stages = tuple(((1, shape.window(rows), w), shape.source) for w in shape.widths)
+    return Launch(
+        grid, (*sources, *maps, *aligned, *turns), tuple(outputs), ((slots, shape.compute), *stages), 8, 1, semaphores=1
+    )
+
+
+def _kernel(shape: Shape, interleaved: bool, half: int, rows: int, *refs: Any) -> None:
+    slot, first, block, into, start, chunks, band, _ = refs[:8]
+    names = list(refs[8:])
+    take = lambda n: [names.pop(0) for _ in range(n)]  # noqa: E731
+    count = len(shape.counts)
+    sources, maps = take(len(shape.widths)), take(2 * count)
+    local = take(1)[0] if shape.reads else None
+    weight = take(1)[0]
+    turns, outs = take(2 if shape.turned else 0), take(count)
+    kept, stages, semaphore = take(1)[0], take(len(shape.widths)), take(1)[0]
+    tile = pl.program_id(0)
+    step = pl.program_id(1) * pl.num_programs(2) + pl.program_id(2)
+    loads = first[shape.layers * shape.heads]
+    chunk = shape.chunk(rows)
+
+    def copy(load: Any, act: Any) -> None:
+        """Start, or wait for, the copies of one load."""
+
+        def one(i: Any, _: Any) -> Any:
+            there = pl.ds(pl.multiple_of(start[tile] + i * chunk, LANES), chunk)
+            here = pl.ds(pl.multiple_of(i * chunk, LANES), chunk)
+            for source, stage in zip(sources, stages, strict=True):
+                act(
+                    pltpu.make_async_copy(source.at[block[load], there, :], stage.at[0, here, :], semaphore.at[0])
+                )
+            return 0
+
+        jax.lax.fori_loop(0, chunks[tile], one, 0)
+
+    @pl.when((step == 0) & (loads > 0))
+    def _() -> None:
+        copy(0, lambda c: c.start())
+
+    def load(at: Any, _: Any) -> Any:
+        copy(at, lambda c: c.wait())
+
+        def some(j: Any, _: Any) -> Any:
+            here = pl.ds(pl.multiple_of(j * LANES, LANES), LANES)
+            low = pl.multiple_of(band[tile * (rows // LANES) + j], 16) if shape.reads else j * LANES
+            raw = [stage[0, pl.ds(pl.multiple_of(low, 16), shape.band), :] for stage in stages]
+            x = raw[0] if len(raw) == 1 else jnp.concatenate(raw, axis=1)
+            kept[into[at], here, :] = _gather(x, local, weight, here, shape)
+            return 0
+
+        jax.lax.fori_loop(0, rows // LANES, some, 0)
+
+        @pl.when(at + 1 < loads)
+        def _() -> None:
+            copy(at + 1, lambda c: c.start())
+
+        return 0
+
+    jax.lax.fori_loop(first[step], first[step + 1], load, 0)
+    size = min(COMPUTE, rows) if rows % COMPUTE == 0 else LANES
+
+    def product(j: Any, _: Any) -> Any:
+        here = pl.ds(pl.multiple_of(j * size, size), size)
+        fed = _column((weight[:, here] != 0).astype(jnp.float32).max(axis=0, keepdims=True)) > 0
+        base = 0
+        for n, (k, out) in enumerate(zip(shape.counts, outs, strict=True)):
+            total = jnp.zeros((size, shape.channels[n]), jnp.float32)
+            for p in range(k):
+                x = kept[slot[step * shape.reading + base + p], here, :]
+                w = maps[2 * n][p * shape.features : (p + 1) * shape.features, :]
+                total = total + _dot(x, w, (1, 0))
+            total = jnp.where(fed, total + maps[2 * n + 1][...], 0)
+            if n == 0 and shape.turned:
+                total = _rotate(total, turns[0][here, :], turns[1][here, :], half, interleaved)
+            out[here, :] = total.astype(out.dtype)
+            base = base if shape.shared else base + k
+        return 0
+
+    jax.lax.fori_loop(0, rows // size, product, 0)
+
+
+def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
+    """Product over an axis of each, accumulated in fp32; fp32 operands at full precision."""
+    precision = HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _gather(x: Array, local: Any, weight: Any, here: Any, shape: Shape) -> Array:
+    """128 target rows of a band ``x [band,F]``; rows that are not read are cleared before the product."""
+    if local is None:
+        w = _column(weight[:, here])
+        return (w * jnp.where(w != 0, x.astype(jnp.float32), 0)).astype(shape.compute)
+    rows = jax.lax.broadcasted_iota(jnp.int32, (shape.band, LANES), 0)
+    mixed = jnp.zeros((shape.band, LANES), jnp.float32)
+    for r in range(shape.reads):
+        mixed = mixed + jnp.where(local[pl.ds(r, 1), here] == rows, weight[pl.ds(r, 1), here], 0.0)
+    read = jnp.abs(mixed).max(axis=1, keepdims=True) > 0
+    narrow = x.dtype == jnp.bfloat16 and shape.compute == "bfloat16"
+    x = jnp.where(read, x.astype(jnp.float32), 0)
+    if narrow:
+        x, mixed = x.astype(jnp.bfloat16), mixed.astype(jnp.bfloat16)
+    return _dot(mixed, x, (0, 0)).astype(shape.compute)
+
+
+def _column(row: Array) -> Array:
+    """``[1,n]`` to ``[n,1]``, n a multiple of 128, by a diagonal."""
+    places = [jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1)]
+    diagonal = places[0] == places[1]
+    parts = [row[:, i : i + LANES] for i in range(0, row.shape[1], LANES)]
+    columns = [jnp.where(diagonal, jnp.broadcast_to(p, (LANES, LANES)), 0).sum(axis=1, keepdims=True) for p in parts]
+    return columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=0)
+
+
+def _rotate(y: Array, cos: Array, sin: Array, half: int, interleaved: bool) -> Array:
+    """``y cos + partner(y) sin``: tables cover all channels, the sign of the sine included."""
+    if interleaved:
+        lane = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
+        back, ahead = (jnp.concatenate([y[:, i:], y[:, :i]], axis=1) for i in (y.shape[1] - 1, 1))
+        partner = jnp.where(lane % 2 == 0, ahead, back)
+    else:
+        partner = jnp.concatenate([y[:, half : 2 * half], y[:, :half], y[:, 2 * half :]], axis=1)
+    return y * cos + partner * sin
+
+
+def full_tables(rotation: Rotation, width: int, interleaved: bool) -> tuple[Array, Array]:
+    """Cosines and signed sines ``[G,T,D]`` of all channels; 1 and 0 where nothing turns."""
+    cos, sin = (t.astype(jnp.float32) for t in (rotation.cos, rotation.sin))
+    if interleaved:
+        both = jnp.repeat(cos, 2, axis=2), jnp.stack([-sin, sin], axis=-1).reshape(*sin.shape[:2], -1)
+    else:
+        both = jnp.concatenate([cos, cos], axis=2), jnp.concatenate([-sin, sin], axis=2)
+    rest = ((0, 0), (0, 0), (0, width - 2 * cos.shape[2]))
+    return jnp.pad(both[0], rest, constant_values=1.0), jnp.pad(both[1], rest)
+
+
+def project(
+    sources: tuple[Array, ...],
+    maps: tuple[Linear, ...],
+    index: Array | None,
+    weight: Array,
+    rotation: Rotation | None,
+    *,
+    settings: Settings,
+    interpret: bool = False,
+) -> tuple[Array, ...]:
+    """:func:`pallas_kernels.apply.reference.project` by the kernel.
+
+    An alignment whose rows do not lie in the windows is gathered by XLA first: decided when the program runs, or here
+    where the alignment is concrete.
+    """
+    shape = shape_of(sources, maps, index, weight, rotation, settings)
+    kind = jax.devices()[0].device_kind
+    schedule = settings.schedule or "layers"
+    found = settings.rows or tuned("apply", kind, dtype=shape.compute, features=shape.features, reading=shape.reading)
+    size = found if isinstance(found, int) else found.get("rows")
+    budget = settings.vmem or vmem_budget(kind)
+    gathers = [maps[0].gather] if shape.shared else [m.gather for m in maps]
+    common: dict[str, Any] = {"maps": maps, "rotation": rotation, "settings": settings, "interpret": interpret}
+    made = launch(shape, schedule, budget, size)
+    tables, fits, local = scalars(shape, schedule, made[1], gathers, index, weight)
+    if index is None:
+        return _run(shape, sources, weight, tables, None, made=made, **common)
+
+    def direct(sources: tuple[Array, ...], index: Array, weight: Array) -> tuple[Array, ...]:
+        return _run(shape, sources, weight, tables, local, made=made, **common)
+
+    def gathered(sources: tuple[Array, ...], index: Array, weight: Array) -> tuple[Array, ...]:
+        """Every block on the target's rows, then the kernel without a gather."""
+        whole = dataclasses.replace(shape, reads=0, slots=shape.tokens, source=shape.compute)
+        every = tuple(_taken(s, index, weight).astype(shape.compute) for s in sources)
+        fed = (weight != 0).any(axis=1, keepdims=True).astype(jnp.float32)
+        made = launch(whole, schedule, budget, size)
+        tables, _, _ = scalars(whole, schedule, made[1], gathers, None, fed)
+        return _run(whole, every, fed, tables, None, made=made, **common)
+
+    if not isinstance(fits, jax.core.Tracer):
+        return (direct if bool(fits) else gathered)(sources, index, weight)
+    found_rows: tuple[Array, ...] = jax.lax.cond(fits, direct, gathered, sources, index, weight)
+    return found_rows
+
+
+def _taken(source: Array, index: Array, weight: Array) -> Array:
+    """All blocks on the target's rows, ``[U,T,F]`` in fp32, block by block."""
+    blocks = jnp.arange(len(source))
+    return jax.lax.map(lambda u: reference.gathered(source, u, index, weight).astype(source.dtype), blocks)
+
+
+def shape_of(
+    sources: Sequence[Array],
+    maps: Sequence[Linear],
+    index: Array | None,
+    weight: Array,
+    rotation: Rotation | None,
+    settings: Settings,
+) -> Shape:
+    """Facts of a call.
+
+    Raises:
+        NotImplementedError: dtypes, or more steps, than the kernel takes.
+    """
+    layers, heads = maps[0].bias.shape[:2]
+    kinds = {m.coefficients.dtype.name for m in maps}
+    source = {s.dtype.name for s in sources}
+    if len(kinds | source | {settings.dtype} | {"bfloat16", "float32"}) > 2 or len(kinds) > 1 or len(source) > 1:
+        raise NotImplementedError(
+            f"sources {sorted(source)}, coefficients {sorted(kinds)} and outputs {settings.dtype}: the TPU kernel takes "
+            "float32 and bfloat16, one dtype for all sources and one for all coefficients."
+        )
+    found = Shape(
+        layers,
+        heads,
+        *sources[0].shape[:2],
+        len(weight),
+        0 if index is None else weight.shape[1],
+        tuple(s.shape[2] for s in sources),
+        tuple(m.gather.shape[2] for m in maps),
+        tuple(m.bias.shape[2] for m in maps),
+        settings.shared,
+        rotation is not None,
+        1 if rotation is None else len(rotation.cos),
+        source.pop(),
+        kinds.pop(),
+        settings.dtype,
+    )
+    if layers * heads * found.reading > SMEM_TABLE:
+        raise NotImplementedError(
+            f"{layers} layers x {heads} heads x {found.reading} blocks are more than {SMEM_TABLE} entries of a table in "
+            "scalar memory."
+        )
+    return found
+
+
+def vmem_budget(kind: str) -> int:
+    """Bytes of VMEM that blocks and scratch may take on a kind of device; an unknown one counts as a small one."""
+    return VMEM.get(kind, 64 << 20) * 11 // 16
+
+
+def steps_of(gathers: Sequence[Array], schedule: str) -> Array:
+    """``[steps,n]`` blocks in the order of the steps; gathers ``[L,H,k]``, of each map or the shared one."""
+    joined = jnp.concatenate(gathers, axis=2)
+    joined = joined.swapaxes(0, 1) if schedule == "heads" else joined
+    return joined.reshape(-1, joined.shape[2])
+
+
+def scalars(
+    shape: Shape, schedule: str, rows: int, gathers: Sequence[Array], index: Array | None, weight: Array
+) -> tuple[list[Array], Array, Array | None]:
+    """The prefetched tables but ``groups``, whether they fit, and rows of the bands ``[R,tiles * rows]``.
+
+    Args:
+        shape, schedule, rows: of the launch.
+        gathers: int32 ``[L,H,k]`` of each map, or the one they share.
+        index, weight: ``[T,R]``.
+    """
+    tables = list(plan(steps_of(gathers, schedule), ring(shape, schedule)))
+    tiles, chunk = -(-shape.tokens // rows), shape.chunk(rows)
+    if index is None:
+        start = jnp.arange(tiles, dtype=jnp.int32) * rows
+        chunks = (jnp.minimum(rows, _up(shape.slots, LANES) - start) + chunk - 1) // chunk
+        return [*tables, start, chunks.astype(jnp.int32), jnp.zeros(1, jnp.int32)], jnp.asarray(True), None
+    size = tiles * rows
+    seen = windows(
+        _lanes(index, size),
+        _lanes(weight, size),
+        rows,
+        _up(shape.slots, LANES),
+        chunk,
+        shape.window(rows),
+        shape.band,
+    )
+    return [*tables, seen.start, seen.chunks, seen.band], seen.fits, seen.local
+
+
+def _run(
+    shape: Shape,
+    sources: Sequence[Array],
+    weight: Array,
+    tables: Sequence[Array],
+    local: Array | None,
+    *,
+    maps: Sequence[Linear],
+    rotation: Rotation | None,
+    settings: Settings,
+    made: tuple[Launch, int],
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """Call the kernel."""
+    described, rows = made
+    half = 0 if rotation is None else rotation.cos.shape[2]
+    room = _up(shape.slots, LANES) - shape.slots
+    arrays = [jnp.pad(s, ((0, 0), (0, room), (0, 0))) if room else s for s in sources]
+    for one in maps:
+        arrays += [one.coefficients, one.bias.astype(jnp.float32)[:, :, None, :]]
+    arrays += [] if local is None else [local]
+    arrays.append(_lanes(weight.astype(jnp.float32), -(-shape.tokens // rows) * rows))
+    groups = jnp.zeros(shape.layers, jnp.int32)
+    if rotation is not None:
+        arrays += full_tables(rotation, shape.channels[0], settings.interleaved)
+        groups = reference.groups_of(rotation, shape.layers).astype(jnp.int32)
+    flops = 2 * shape.layers * shape.heads * shape.tokens * shape.features
+    flops *= sum(k * d for k, d in zip(shape.counts, shape.channels, strict=True))
+    kernel = functools.partial(_kernel, shape, settings.interleaved, half, rows)
+    call = described.call(
+        kernel, name="apply", interpret=interpret, flops=flops
+    )
+    return tuple(call(*tables, groups, *arrays))
+
+
+def _lanes(x: Array, size: int) -> Array:
+    """``[T,R]`` to ``[R,size]``, zeros behind."""
+    return jnp.pad(x.T, ((0, 0), (0, size - len(x))))
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
