@@ -29,7 +29,7 @@ from pallas_kernels.tiles import tuned
 
 Array = jax.Array
 CHUNK = 256  # source rows of one copy
-COMPUTE = 512  # target rows of one product
+COMPUTE = 256  # target rows of one product
 VMEM = {"TPU v5 lite": 128 << 20, "TPU v5": 64 << 20, "TPU v5p": 64 << 20, "TPU v6 lite": 128 << 20}
 SMEM_TABLE = 1 << 15  # entries of one prefetched table, at most
 
@@ -127,27 +127,36 @@ def launch(shape: Shape, schedule: str, budget: int, rows: int | None = None) ->
         schedule: ``"heads"``: all layers of a head after each other; ``"layers"``: all heads of a layer, with room
             in the ring for what the layer's heads read.
         budget: bytes of VMEM.
-        rows: of a tile; ``None``: as many as fit, evenly spread.
+        rows: of a tile; ``None``: as many as fit, evenly spread. Coefficients and outputs are then held twice, so that
+            they move while others are used, unless holding them once saves a tenth of the tiles.
 
     Raises:
         NotImplementedError: not even the smallest tile fits.
     """
     if rows is not None:
-        return _launch(shape, schedule, budget, rows), rows
+        return _launch(shape, schedule, rows, 2), rows
+    twice, once = (_most_rows(shape, schedule, budget, buffers) for buffers in (2, 1))
+    if not once:
+        raise NotImplementedError(
+            f"blocks of {shape.features} features, {ring(shape, schedule)} kept at a time, and coefficients of "
+            f"{shape.counts} blocks do not fit into {budget >> 20} MiB of VMEM."
+        )
+    tiles = [-(-shape.tokens // rows) if rows else 0 for rows in (twice, once)]
+    buffers = 1 if not twice or tiles[1] <= 0.9 * tiles[0] else 2
+    rows = (once, twice)[buffers - 1]
+    return _launch(shape, schedule, rows, buffers), rows
+
+
+def _most_rows(shape: Shape, schedule: str, budget: int, buffers: int) -> int:
+    """Largest tile that fits, evened out over the tiles; 0: none does."""
     step = COMPUTE if shape.tokens > COMPUTE else LANES
     most = _up(shape.tokens, step)
     low, high = 0, most // step
     while low < high:
         middle = (low + high + 1) // 2
-        fits = _launch(shape, schedule, budget, middle * step).vmem_bytes <= budget
+        fits = _launch(shape, schedule, middle * step, buffers).vmem_bytes <= budget
         low, high = (middle, high) if fits else (low, middle - 1)
-    if not low:
-        raise NotImplementedError(
-            f"blocks of {shape.features} features, {ring(shape, schedule)} kept at a time, and coefficients of "
-            f"{shape.counts} blocks do not fit into {budget >> 20} MiB of VMEM."
-        )
-    rows = _up(-(-most // -(-most // (low * step))), step)
-    return _launch(shape, schedule, budget, rows), rows
+    return _up(-(-most // -(-most // (low * step))), step) if low else 0
 
 
 def ring(shape: Shape, schedule: str) -> int:
@@ -158,7 +167,7 @@ def ring(shape: Shape, schedule: str) -> int:
 
 
 def bound(shape: Shape, budget: int, minimum: int, coefficients: int) -> float:
-    """Least traffic ratio of a tile that keeps what a step reads in VMEM, everything but outputs held once.
+    """Least traffic ratio with so much VMEM: what a step reads, the block fetched meanwhile, and all else held once.
 
     Args:
         shape: of the call; budget: bytes of VMEM.
@@ -166,12 +175,12 @@ def bound(shape: Shape, budget: int, minimum: int, coefficients: int) -> float:
     """
     size = {name: jnp.dtype(getattr(shape, name)).itemsize for name in ("compute", "out")}
     step = sum(k * shape.features * d for k, d in zip(shape.counts, shape.channels, strict=True)) * size["compute"]
-    row = shape.reading * shape.features * size["compute"] + sum(shape.channels) * size["out"]
+    row = (shape.reading + 1) * shape.features * size["compute"] + sum(shape.channels) * size["out"]
     tiles = -(-shape.tokens // max(1, (budget - step) // row))
     return 1.0 + (tiles - 1) * coefficients / minimum
 
 
-def _launch(shape: Shape, schedule: str, budget: int, rows: int) -> Launch:
+def _launch(shape: Shape, schedule: str, rows: int, buffers: int) -> Launch:
     tiles, padded = -(-shape.tokens // rows), _up(shape.slots, LANES)
     heads_first = schedule == "heads"
     grid = (tiles, shape.heads, shape.layers) if heads_first else (tiles, shape.layers, shape.heads)
@@ -183,8 +192,6 @@ def _launch(shape: Shape, schedule: str, budget: int, rows: int) -> Launch:
     )
     maps: list[Operand] = []
     outputs = []
-    size = sum(k * shape.features * d for k, d in zip(shape.counts, shape.channels, strict=True))
-    buffers = 2 if 16 * size * jnp.dtype(shape.compute).itemsize <= budget else 1
     at_head = lambda t, a, b, *s: (*place(a, b), 0, 0)  # noqa: E731
     at_rows = lambda t, a, b, *s: (*place(a, b), t, 0)  # noqa: E731
     for n, (k, d) in enumerate(zip(shape.counts, shape.channels, strict=True)):
@@ -193,7 +200,9 @@ def _launch(shape: Shape, schedule: str, budget: int, rows: int) -> Launch:
             Operand(f"map {n}", (*table, wide, d), shape.compute, (None, None, wide, d), at_head, buffers=buffers)
         )
         maps.append(Operand(f"bias {n}", (*table, 1, d), "float32", (None, None, 1, d), at_head))
-        outputs.append(Operand(f"out {n}", (*table, shape.tokens, d), shape.out, (None, None, rows, d), at_rows))
+        outputs.append(
+            Operand(f"out {n}", (*table, shape.tokens, d), shape.out, (None, None, rows, d), at_rows, buffers=buffers)
+        )
     lanes = (max(shape.reads, 1), tiles * rows)
     kinds = (("local", "int32"), ("weight", "float32")) if shape.reads else (("weight", "float32"),)
     aligned = tuple(Operand(m, lanes, d, (lanes[0], rows), lambda t, a, b, *s: (0, t)) for m, d in kinds)
@@ -354,8 +363,9 @@ def project(
 ) -> tuple[Array, ...]:
     """:func:`pallas_kernels.apply.reference.project` by the kernel.
 
-    An alignment whose rows do not lie in the windows is gathered by XLA first: decided when the program runs, or here
-    where the alignment is concrete.
+    An alignment whose rows do not lie in the windows goes to the reference: decided when the program runs, or here
+    where the alignment is concrete. (Gathering by XLA before the kernel would reserve memory for a second cache in
+    every program, whether it is ever used or not.)
     """
     shape = shape_of(sources, maps, index, weight, rotation, settings)
     kind = jax.devices()[0].device_kind
@@ -373,25 +383,13 @@ def project(
     def direct(sources: tuple[Array, ...], index: Array, weight: Array) -> tuple[Array, ...]:
         return _run(shape, sources, weight, tables, local, made=made, **common)
 
-    def gathered(sources: tuple[Array, ...], index: Array, weight: Array) -> tuple[Array, ...]:
-        """Every block on the target's rows, then the kernel without a gather."""
-        whole = dataclasses.replace(shape, reads=0, slots=shape.tokens, source=shape.compute)
-        every = tuple(_taken(s, index, weight).astype(shape.compute) for s in sources)
-        fed = (weight != 0).any(axis=1, keepdims=True).astype(jnp.float32)
-        made = launch(whole, schedule, budget, size)
-        tables, _, _ = scalars(whole, schedule, made[1], gathers, None, fed)
-        return _run(whole, every, fed, tables, None, made=made, **common)
+    def streamed(sources: tuple[Array, ...], index: Array, weight: Array) -> tuple[Array, ...]:
+        return reference.project(sources, maps, index, weight, rotation, settings)
 
     if not isinstance(fits, jax.core.Tracer):
-        return (direct if bool(fits) else gathered)(sources, index, weight)
-    found_rows: tuple[Array, ...] = jax.lax.cond(fits, direct, gathered, sources, index, weight)
+        return (direct if bool(fits) else streamed)(sources, index, weight)
+    found_rows: tuple[Array, ...] = jax.lax.cond(fits, direct, streamed, sources, index, weight)
     return found_rows
-
-
-def _taken(source: Array, index: Array, weight: Array) -> Array:
-    """All blocks on the target's rows, ``[U,T,F]`` in fp32, block by block."""
-    blocks = jnp.arange(len(source))
-    return jax.lax.map(lambda u: reference.gathered(source, u, index, weight).astype(source.dtype), blocks)
 
 
 def shape_of(
