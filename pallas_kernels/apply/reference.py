@@ -74,6 +74,7 @@ def project(
     weight: Array,
     rotation: Rotation | None,
     settings: Settings,
+    unroll: bool = True,
 ) -> tuple[Array, ...]:
     """Outputs ``[L,H,T,D]`` of every map, the first one rotated.
 
@@ -84,12 +85,13 @@ def project(
         weight: float32 ``[T,R]``; zero: not read.
         rotation: of the first map's outputs.
         settings: see there.
+        unroll: the loop over blocks, faster on CPU; else it compiles faster on TPU.
     """
     layers, heads = maps[0].bias.shape[:2]
     fed = (weight != 0).any(axis=1)[:, None]
 
     def step(_: None, one: tuple[Any, ...]) -> tuple[None, tuple[Array, ...]]:
-        outs = [_product(sources, part, index, weight, fed) for part in one[:-1]]
+        outs = [_product(sources, part, index, weight, fed, unroll) for part in one[:-1]]
         if rotation is not None:
             at = one[-1]
             outs[0] = rotate(outs[0], rotation.cos[at], rotation.sin[at], settings.interleaved)
@@ -170,13 +172,20 @@ def _tables(rotation: Rotation | None, layers: int, heads: int) -> Array | None:
     return None if rotation is None else jnp.repeat(groups_of(rotation, layers), heads)
 
 
-def _product(sources: Sequence[Array], part: Linear, index: Array | None, weight: Array, fed: Array) -> Array:
+def _product(
+    sources: Sequence[Array], part: Linear, index: Array | None, weight: Array, fed: Array, unroll: bool = False
+) -> Array:
     """float32 ``[T,D]`` of one target head, zero in rows that nothing feeds."""
-    total = jnp.where(fed, part.bias.astype(jnp.float32)[None, :], 0)
-    for source, block, coefficients in _blocks(sources, part):
-        rows = gathered(source, block, index, weight).astype(coefficients.dtype)
-        total = total + jnp.dot(rows, coefficients, precision=HIGHEST, preferred_element_type=jnp.float32)
-    return total
+
+    def add(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
+        block, coefficients = one
+        for source, w in _split(sources, coefficients):
+            rows = gathered(source, block, index, weight).astype(w.dtype)
+            total = total + jnp.dot(rows, w, precision=HIGHEST, preferred_element_type=jnp.float32)
+        return total, None
+
+    start = jnp.where(fed, part.bias.astype(jnp.float32)[None, :], 0)
+    return jax.lax.scan(add, start, (part.gather, _by_block(part)), unroll=unroll)[0]
 
 
 def _pull(
@@ -189,30 +198,48 @@ def _pull(
     d_weight: Array,
 ) -> tuple[tuple[Array, ...], Array, Array]:
     """Add one target head's gradients to those of the sources and weights, and give that of its coefficients."""
-    moved, pieces = list(d_sources), []
-    for n, (source, block, coefficients) in enumerate(_blocks(sources, part)):
-        at = n % len(sources)
-        rows = gathered(source, block, index, weight).astype(jnp.float32)
-        pieces.append(jnp.dot(rows.T, dy, precision=HIGHEST, preferred_element_type=jnp.float32))
-        back = jnp.dot(dy, coefficients.astype(jnp.float32).T, precision=HIGHEST, preferred_element_type=jnp.float32)
-        for r in range(weight.shape[1]):
-            place = jnp.arange(len(weight)) if index is None else index[:, r]
-            w = weight[:, r].astype(jnp.float32)[:, None]
-            place = jnp.where(w[:, 0] != 0, place, source.shape[1])  # rows that are not read are dropped
-            moved[at] = moved[at].at[block, place].add(w * back, mode="drop")
-            read = jnp.where(w != 0, _rows(source, block, index, r).astype(jnp.float32), 0)
-            d_weight = d_weight.at[:, r].add((read * back).sum(axis=1))
-    return tuple(moved), d_weight, jnp.concatenate(pieces)
+
+    def add(carry: Any, one: tuple[Array, Array]) -> tuple[Any, Array]:
+        moved, d_weight = carry
+        block, coefficients = one
+        pieces, found = [], []
+        for (source, w), d_source in zip(_split(sources, coefficients), moved, strict=True):
+            rows = gathered(source, block, index, weight).astype(jnp.float32)
+            back = jnp.dot(dy, w.astype(jnp.float32).T, precision=HIGHEST, preferred_element_type=jnp.float32)
+            pieces.append(jnp.dot(rows.T, dy, precision=HIGHEST, preferred_element_type=jnp.float32))
+            d_source, d_weight = _pull_rows(source, block, index, weight, back, d_source, d_weight)
+            found.append(d_source)
+        return (tuple(found), d_weight), jnp.concatenate(pieces)
+
+    (d_sources, d_weight), pieces = jax.lax.scan(add, (d_sources, d_weight), (part.gather, _by_block(part)))
+    return d_sources, d_weight, pieces.reshape(part.coefficients.shape)
 
 
-def _blocks(sources: Sequence[Array], part: Linear) -> list[tuple[Array, Array, Array]]:
-    """(source, block number, its rows of the coefficients) in the order of the coefficients."""
+def _pull_rows(
+    source: Array, block: Array, index: Array | None, weight: Array, back: Array, d_source: Array, d_weight: Array
+) -> tuple[Array, Array]:
+    """Add a gradient of gathered rows ``[T,F]`` to those of their source and of the weights."""
+    for r in range(weight.shape[1]):
+        w = weight[:, r].astype(jnp.float32)[:, None]
+        place = jnp.arange(len(weight)) if index is None else index[:, r]
+        place = jnp.where(w[:, 0] != 0, place, source.shape[1])  # rows that are not read are dropped
+        d_source = d_source.at[block, place].add(w * back, mode="drop")
+        read = jnp.where(w != 0, _rows(source, block, index, r).astype(jnp.float32), 0)
+        d_weight = d_weight.at[:, r].add((read * back).sum(axis=1))
+    return d_source, d_weight
+
+
+def _by_block(part: Linear) -> Array:
+    """Coefficients ``[k,F,D]`` of one target head."""
+    return part.coefficients.reshape(part.gather.shape[-1], -1, part.coefficients.shape[-1])
+
+
+def _split(sources: Sequence[Array], coefficients: Array) -> list[tuple[Array, Array]]:
+    """Each source and its rows of one block's coefficients."""
     found, row = [], 0
-    for p in range(part.gather.shape[-1]):
-        for source in sources:
-            stop = row + source.shape[-1]
-            found.append((source, part.gather[p], part.coefficients[row:stop]))
-            row = stop
+    for source in sources:
+        found.append((source, coefficients[row : row + source.shape[-1]]))
+        row += source.shape[-1]
     return found
 
 

@@ -103,6 +103,7 @@ def windows(index: Array, weight: Array, rows: int, slots: int, chunk: int, wind
     base = start[:, None] + behind
     inside = (high - base < band) & (low >= base) | ~any_read
     fits = (chunks * chunk <= window).all() & inside.all()
-    local = jnp.where(read, index - jnp.repeat(base.ravel(), LANES)[None, :], -1)
+    behind_base = index.reshape(-1, *base.shape, LANES) - base[None, :, :, None]
+    local = jnp.where(read, behind_base.reshape(index.shape), -1)
     chunks = jnp.minimum(chunks, window // chunk)  # where it does not fit nothing is run, but nothing may overflow
     return Windows(*(x.astype(jnp.int32) for x in (start, chunks, behind.ravel(), local)), fits)

@@ -384,7 +384,7 @@ def project(
         return _run(shape, sources, weight, tables, local, made=made, **common)
 
     def streamed(sources: tuple[Array, ...], index: Array, weight: Array) -> tuple[Array, ...]:
-        return reference.project(sources, maps, index, weight, rotation, settings)
+        return reference.project(sources, maps, index, weight, rotation, settings, unroll=False)
 
     if not isinstance(fits, jax.core.Tracer):
         return (direct if bool(fits) else streamed)(sources, index, weight)
