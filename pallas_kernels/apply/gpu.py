@@ -54,9 +54,7 @@ def project(
     return tuple(made)
 
 
-def check(
-    sources: tuple[Array, ...], maps: tuple[Linear, ...], rotation: Rotation | None, settings: Settings
-) -> None:
+def check(sources: tuple[Array, ...], maps: tuple[Linear, ...], rotation: Rotation | None, settings: Settings) -> None:
     """What the kernel takes.
 
     Raises:
@@ -182,9 +180,7 @@ def _call(blocks: Array, one: Linear, fed: Array, turns: tuple[Array, ...] | Non
 
 def _stage(shape: tuple[int, ...]) -> Any:
     """Operands of the tensor cores."""
-    return plgpu.SMEM(
-        shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    )
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def _floats(rows: int, width: int) -> Any:

@@ -8,6 +8,7 @@ of the sources in every step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -245,12 +246,11 @@ def _split(sources: Sequence[Array], coefficients: Array) -> list[tuple[Array, A
 
 def gathered(source: Array, block: Array, index: Array | None, weight: Array) -> Array:
     """Rows of a block on the target's tokens, ``sum_r weight[t,r] x[index[t,r]]``, in float32: ``[T,F]``."""
-    total = None
+    parts = []
     for r in range(weight.shape[1]):
         w = weight[:, r].astype(jnp.float32)[:, None]
-        rows = w * jnp.where(w != 0, _rows(source, block, index, r).astype(jnp.float32), 0)
-        total = rows if total is None else total + rows
-    return total
+        parts.append(w * jnp.where(w != 0, _rows(source, block, index, r).astype(jnp.float32), 0))
+    return functools.reduce(jnp.add, parts)
 
 
 def _rows(source: Array, block: Array, index: Array | None, r: int) -> Array:

@@ -106,4 +106,5 @@ def windows(index: Array, weight: Array, rows: int, slots: int, chunk: int, wind
     behind_base = index.reshape(-1, *base.shape, LANES) - base[None, :, :, None]
     local = jnp.where(read, behind_base.reshape(index.shape), -1)
     chunks = jnp.minimum(chunks, window // chunk)  # where it does not fit nothing is run, but nothing may overflow
-    return Windows(*(x.astype(jnp.int32) for x in (start, chunks, behind.ravel(), local)), fits)
+    start, chunks, behind, local = (x.astype(jnp.int32) for x in (start, chunks, behind.ravel(), local))
+    return Windows(start, chunks, behind, local, fits)
