@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.apply import gpu, reference, tpu
+from pallas_kernels.apply import reference, tpu
 from pallas_kernels.apply.reference import Linear, Rotation, Settings
 from pallas_kernels.dispatch import dispatch
 
@@ -172,11 +172,20 @@ def folded_bias(coefficients: Array, center: Array, mean: Array) -> Array:
 def _implementations(settings: Settings) -> dict[str, Callable[..., Any]]:
     kernels: dict[str, Callable[..., Any]] = {
         "tpu": functools.partial(tpu.project, settings=settings, interpret=False),
-        "gpu": functools.partial(gpu.project, settings=settings),
+        "gpu": functools.partial(_gpu, settings=settings),
         "interpret": functools.partial(tpu.project, settings=settings, interpret=True),
     }
     looped = {name: jax.custom_batching.sequential_vmap(run) for name, run in kernels.items()}
     return {"xla": functools.partial(reference.project, settings=settings), **looped}
+
+
+def _gpu(*args: Any, settings: Settings) -> tuple[Array, ...]:
+    """The kernel of a GPU, imported when it is asked for: Mosaic GPU needs a package that jax does not install."""
+    try:
+        from pallas_kernels.apply import gpu
+    except ImportError as error:
+        raise NotImplementedError(f"apply on a GPU needs Mosaic GPU, which cannot be imported: {error}.") from error
+    return gpu.project(*args, settings=settings)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
