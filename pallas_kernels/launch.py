@@ -143,7 +143,7 @@ class Launch:
         self, kernel: Callable[..., None], *, name: str, interpret: Any = False, flops: int = 0
     ) -> Callable[..., Any]:
         """The ``pallas_call``, a function of the scalars and then the inputs."""
-        semantics = ("parallel",) * self.parallel + ("arbitrary",) * (len(self.grid) - self.parallel)
+        semantics: Any = ("parallel",) * self.parallel + ("arbitrary",) * (len(self.grid) - self.parallel)
         moved = sum(int(np.prod(o.shape)) * jnp.dtype(o.dtype).itemsize for o in (*self.inputs, *self.outputs))
         return pl.pallas_call(
             kernel,

@@ -139,7 +139,7 @@ def _heads(
     sources: Sequence[Array], blocks: Sequence[BlockMap], alignment: Alignment, dtype: str, alike: bool
 ) -> list[Array]:
     """Outputs ``[L,B,K,T,D]`` of maps of the same layers from ``[B,U,S,F]``."""
-    maps = []
+    maps: list[Linear] = []
     for block in blocks:
         coefficients = block.coefficients[:, :, :, 0]
         gather = maps[0].gather if alike and maps else block.gather

@@ -209,9 +209,9 @@ def _forward(settings: Settings, *args: Any) -> tuple[Any, Any]:
 
 def _backward(settings: Settings, kept: Any, slopes: tuple[Array, ...]) -> tuple[Any, ...]:
     sources, maps, index, weight, rotation = kept
-    d_sources, grads, d_weight, d_turns = reference.backward(*kept, settings, slopes)
-    d_maps = tuple(Linear(None, *one) for one in grads)
-    d_rotation = None if rotation is None else Rotation(*d_turns, None)
+    d_sources, grads, d_weight, d_turns = reference.backward(sources, maps, index, weight, rotation, settings, slopes)
+    d_maps = tuple(one._replace(gather=None, coefficients=w, bias=b) for one, (w, b) in zip(maps, grads, strict=True))
+    d_rotation = None if rotation is None else rotation._replace(cos=d_turns[0], sin=d_turns[1], groups=None)
     return d_sources, d_maps, None, d_weight, d_rotation
 
 

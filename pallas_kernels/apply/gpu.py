@@ -131,7 +131,7 @@ def _call(blocks: Array, one: Linear, fed: Array, turns: tuple[Array, ...] | Non
                     plgpu.wgmma_wait(1)  # the step before is done, and its slot free
 
                     @pl.when(step + stages - 1 < steps)
-                    def _() -> None:
+                    def ahead() -> None:
                         fetch(step + stages - 1)
 
                     return ()

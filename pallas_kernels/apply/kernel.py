@@ -106,7 +106,7 @@ def kernel(shape: Shape, interleaved: bool, half: int, rows: int, *refs: Any) ->
         jax.lax.fori_loop(0, chunks[tile], one, 0)
 
     @pl.when((step == 0) & (loads > 0))
-    def _() -> None:
+    def first_copy() -> None:
         copy(0, lambda c: c.start())
 
     def load(at: Any, _: Any) -> Any:
@@ -123,7 +123,7 @@ def kernel(shape: Shape, interleaved: bool, half: int, rows: int, *refs: Any) ->
         jax.lax.fori_loop(0, rows // LANES, some, 0)
 
         @pl.when(at + 1 < loads)
-        def _() -> None:
+        def next_copy() -> None:
             copy(at + 1, lambda c: c.start())
 
         return 0

@@ -49,7 +49,7 @@ class Copies(Operand):
         size = rows * self.shape[2] * jnp.dtype(self.dtype).itemsize
         loads = block[: first[-1]]
         at = {int(s) // rows + i for s, n in zip(start, chunks, strict=True) for i in range(int(n))}
-        distinct = {(int(u), i, 0): size for u in np.unique(loads) for i in at}
+        distinct: dict[tuple[int, ...], int] = {(int(u), i, 0): size for u in np.unique(loads) for i in at}
         return int(len(loads) * chunks.sum()) * size, distinct
 
 
@@ -236,7 +236,8 @@ def shape_of(
     found = Shape(
         layers,
         heads,
-        *sources[0].shape[:2],
+        sources[0].shape[0],
+        sources[0].shape[1],
         len(weight),
         0 if index is None else weight.shape[1],
         tuple(s.shape[2] for s in sources),

@@ -322,7 +322,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="weights of shape"):
         apply(**(a | {"weight": jnp.ones((3, 1))}))
     with pytest.raises(ValueError, match="do not fit"):
-        apply(**a, rotation=Rotation(jnp.ones((1, 3, 2)), jnp.ones((1, 3, 2))))
+        apply(**(a | {"rotation": Rotation(jnp.ones((1, 3, 2)), jnp.ones((1, 3, 2)))}))
     with pytest.raises(ValueError, match="same blocks"):
         apply(**(a | {"values": a["values"][:1]}))
     assert alignment(64)[0][-1, 0] == 63
