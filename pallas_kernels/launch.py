@@ -101,6 +101,7 @@ class Launch:
         scratch: shapes and dtypes in VMEM.
         scalars: how many arrays are prefetched.
         parallel: axes (from the first) whose steps do not depend on each other.
+        semaphores: of copies that the kernel makes by hand, one array of them behind the scratch.
     """
 
     grid: tuple[int, ...]
@@ -109,6 +110,7 @@ class Launch:
     scratch: tuple[tuple[tuple[int, ...], Any], ...] = ()
     scalars: int = 0
     parallel: int = 0
+    semaphores: int = 0
 
     @property
     def vmem_bytes(self) -> int:
@@ -150,7 +152,10 @@ class Launch:
                 grid=self.grid,
                 in_specs=[o.spec() for o in self.inputs],
                 out_specs=[o.spec() for o in self.outputs],
-                scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in self.scratch],
+                scratch_shapes=[
+                    *(pltpu.VMEM(shape, dtype) for shape, dtype in self.scratch),
+                    *([pltpu.SemaphoreType.DMA((self.semaphores,))] if self.semaphores else []),
+                ],
             ),
             out_shape=[o.struct() for o in self.outputs],
             compiler_params=pltpu.CompilerParams(

@@ -69,7 +69,8 @@ class HeadMatched:
 
     def apply(self, params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
         """The target's cache of the context; see :func:`kvx.mappers.linear.apply_linear`."""
-        return apply_linear(params, cache, alignment)
+        alike = self.heads == "index" and self.choice == "nearest" and self.inputs == "both"
+        return apply_linear(params, cache, alignment, alike=alike)
 
     def entries(self, moments: Moments, held_out: Moments | None = None) -> list[Entry]:
         """The support table: one entry a target layer, component and head.

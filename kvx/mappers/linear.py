@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry
 from kvx.mappers.base import Entry, EntryReport, Fitted, context_cache, groups_of
 from kvx.typing import host, pytree, static
+from pallas_kernels.apply import Linear, folded_bias, project
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -71,18 +73,29 @@ class LinearParams:
         return sum(a.size * a.dtype.itemsize for a in arrays)
 
 
-@jax.jit
-def apply_linear(params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
+@functools.partial(jax.jit, static_argnames=("alike",))
+def apply_linear(params: LinearParams, cache: KVCache, alignment: Alignment, alike: bool = False) -> KVCache:
     """Map an un-rotated source cache onto the target's tokens.
+
+    Maps of all heads are one product a layer; maps by head go through :mod:`pallas_kernels.apply`, which gathers the
+    rows of each block where it multiplies them.
 
     Args:
         params: the map.
         cache: source cache ``[L,B,K,S,D]``, all tokens kept.
         alignment: ``[B,T,R]``.
+        alike: known when compiling: keys and values of a head read the same blocks, one head of each source layer in a
+            window that moves with depth.
 
     Returns:
         The target's cache of the context: T slots, positions of the alignment, zeros where nothing is fed.
     """
+    if params.by_head:
+        keys, values = (
+            _grouped(made, maps, params.target)
+            for made, maps in zip(_by_head(params, cache, alignment, alike), (params.keys, params.values), strict=True)
+        )
+        return context_cache(keys, values, alignment, params.target)
     if params.inputs == "both":
         blocks = source_blocks(cache, alignment, (0, 1), params.by_head)
         sides = (blocks, blocks)
@@ -104,6 +117,62 @@ def _grouped(made: list[Array], maps: Sequence[BlockMap], target: CacheGeometry)
         order = np.argsort([layer for n in ours for layer in maps[n].layers])
         groups.append(made[ours[0]] if len(ours) == 1 else jnp.concatenate([made[n] for n in ours])[order])
     return groups
+
+
+def _by_head(
+    params: LinearParams, cache: KVCache, alignment: Alignment, alike: bool
+) -> tuple[list[Array], list[Array]]:
+    """Outputs ``[L,B,K,T,D]`` of each map of keys and of values; together where they map the same layers."""
+    maps = params.keys, params.values
+    if params.inputs == "both" and [m.layers for m in maps[0]] == [m.layers for m in maps[1]]:
+        sources = _raw_blocks(cache, (0, 1))
+        made = [_heads(sources, pair, alignment, params.dtype, alike) for pair in zip(*maps, strict=True)]
+        return [k for k, _ in made], [v for _, v in made]
+    found = []
+    for component, side in enumerate(maps):
+        sources = _raw_blocks(cache, (0, 1) if params.inputs == "both" else (component,))
+        found.append([_heads(sources, (one,), alignment, params.dtype, alike)[0] for one in side])
+    return found[0], found[1]
+
+
+def _heads(
+    sources: Sequence[Array], blocks: Sequence[BlockMap], alignment: Alignment, dtype: str, alike: bool
+) -> list[Array]:
+    """Outputs ``[L,B,K,T,D]`` of maps of the same layers from ``[B,U,S,F]``."""
+    maps: list[Linear] = []
+    for block in blocks:
+        coefficients = block.coefficients[:, :, :, 0]
+        gather = maps[0].gather if alike and maps else block.gather
+        maps.append(Linear(gather, coefficients, folded_bias(coefficients, block.center, block.mean)))
+
+    def one(sources: Sequence[Array], index: Array, weight: Array) -> tuple[Array, ...]:
+        return project(sources, maps, index, weight, dtype=dtype, schedule="heads" if alike else None)
+
+    if alignment.index.shape[0] == 1:
+        made = one([s[0] for s in sources], alignment.index[0], alignment.weight[0])
+        return [y[:, None] for y in made]
+    return [y.swapaxes(0, 1) for y in jax.vmap(one)(sources, alignment.index, alignment.weight)]
+
+
+def _raw_blocks(cache: KVCache, components: Sequence[int]) -> list[Array]:
+    """Source blocks ``[B,U,S,F]``, one a head of a source layer, numbered as in :func:`source_blocks`: one array a
+    component, or, where groups differ, one array of all, padded.
+    """
+    groups = [[_head_blocks((group.k, group.v)[i]) for i in components] for group in cache.groups]
+    if len(groups) == 1:
+        return groups[0]
+    joined = [jnp.concatenate(sides, axis=-1) for sides in groups]
+    slots, width = (max(blocks.shape[axis] for blocks in joined) for axis in (2, 3))
+    joined = [jnp.pad(b, ((0, 0), (0, 0), (0, slots - b.shape[2]), (0, width - b.shape[3]))) for b in joined]
+    counts = [blocks.shape[1] // len(g.layers) for blocks, g in zip(joined, cache.groups, strict=True)]
+    owners = np.concatenate([np.repeat(g.layers, n) for g, n in zip(cache.groups, counts, strict=True)])
+    return [jnp.concatenate(joined, axis=1)[:, np.argsort(owners, kind="stable")]]
+
+
+def _head_blocks(x: Array) -> Array:
+    """One component of a group ``[L,B,K,S,D]`` as ``[B,LK,S,D]``."""
+    x = x.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def source_blocks(cache: KVCache, alignment: Alignment, components: Sequence[int], by_head: bool) -> Array:
