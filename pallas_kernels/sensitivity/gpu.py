@@ -1,0 +1,2 @@
+def sensitivity(*a, **k):
+    raise NotImplementedError
