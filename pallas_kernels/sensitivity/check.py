@@ -65,10 +65,9 @@ def cost(
     tile = tpu.tiles(shape, VMEM[chip])
     found = tpu.launch(shape, tile)
     at = np.linspace(0, shape.slots - 1, query_pos.shape[1]).astype(np.int32)
-    rows = np.repeat(at, shape.rows // at.size)
-    rows = np.pad(rows, (0, -rows.size % tile.rows), constant_values=-1)
+    rows = tpu.row_positions(jnp.asarray(at)[None], shape, tile)
     keys = np.pad(np.arange(shape.slots, dtype=np.int32), (0, -shape.slots % tile.slots), constant_values=-1)
-    scalars = tpu.plan(shape, tile, jnp.asarray(rows)[None], jnp.asarray(keys)[None, None], window)
+    scalars = tpu.plan(shape, tile, rows, jnp.asarray(keys)[None, None], window)
     return found.traffic(*(np.asarray(x) for x in scalars)), found.vmem_bytes
 
 

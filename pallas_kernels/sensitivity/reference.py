@@ -165,11 +165,10 @@ def clean_queries(q: Array, pos: Array, lse: Array, o: Array, weights: Array, kv
     """Queries by kv head, statistics in fp32, zeros in rows that do not count (padding, weight 0)."""
     by_head = grouped(weights.astype(jnp.float32), kv_heads)
     by_head = jnp.broadcast_to(by_head, (*by_head.shape[:2], q.shape[1] // kv_heads, *by_head.shape[3:]))
-    live = (pos >= 0)[:, None, None, :, None] & (by_head != 0).any(axis=-1, keepdims=True)
-    by_head = jnp.where(live, by_head, 0.0)
-    keep = lambda x: jnp.where(live, x, jnp.zeros((), x.dtype))  # noqa: E731
-    lse = keep(grouped(lse.astype(jnp.float32), kv_heads)[..., None])[..., 0]
-    return Queries(keep(grouped(q, kv_heads)), pos, lse, keep(grouped(o.astype(jnp.float32), kv_heads)), by_head)
+    live = (pos >= 0)[:, None, None] & (by_head != 0).any(axis=-1)
+    keep = lambda x: jnp.where(live[..., None], x, jnp.zeros((), x.dtype))  # noqa: E731
+    lse, o = (grouped(x.astype(jnp.float32), kv_heads) for x in (lse, o))
+    return Queries(keep(grouped(q, kv_heads)), pos, jnp.where(live, lse, 0.0), keep(o), keep(by_head))
 
 
 def centre_of(queries: Queries) -> Array:

@@ -31,14 +31,15 @@ class Shape:
     """Sizes and dtypes of a call.
 
     Attributes:
-        batch, kv_heads, rows, slots, dim, value_dim: ``B``, ``K``, ``G U``, ``T``, ``D``, ``Dv``.
+        batch, kv_heads, groups, queries, slots, dim, value_dim: ``B``, ``K``, ``G``, ``U``, ``T``, ``D``, ``Dv``.
         pos_heads: 1 when all kv heads share their slots' positions, else ``K``.
         q, k, v: dtypes; ``q`` is what scores are made in.
     """
 
     batch: int
     kv_heads: int
-    rows: int
+    groups: int
+    queries: int
     slots: int
     dim: int
     value_dim: int
@@ -46,6 +47,11 @@ class Shape:
     q: Any = jnp.float32
     k: Any = jnp.float32
     v: Any = jnp.float32
+
+    @property
+    def rows(self) -> int:
+        """Queries of one kv head, whose group's query heads follow each other."""
+        return self.groups * self.queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,15 @@ class Tiles:
     chunk: int
     buffers: int
 
+    def sections(self, shape: Shape) -> tuple[int, int, int]:
+        """Sections that the rows of a kv head come in, rows of each, and blocks of each.
+
+        One when all rows are one block, else one for each query head: a block's rows then follow each other in the
+        context, and no row has to move.
+        """
+        count, rows = (1, shape.rows) if self.rows >= shape.rows else (shape.groups, shape.queries)
+        return count, rows, -(-rows // self.rows)
+
 
 def tiles(shape: Shape, vmem: int | None = None) -> Tiles:
     """Measured tiles of this kind of device, or else: all queries as one block while slots stream past, two buffers
@@ -66,19 +81,20 @@ def tiles(shape: Shape, vmem: int | None = None) -> Tiles:
     if found:
         return Tiles(**found)
     vmem = VMEM.get(jax.devices()[0].device_kind, LEAST_VMEM) if vmem is None else vmem
+    rows = min(ROWS, _up(shape.queries, LANES))
     chunk = min(CHUNK, _up(shape.slots, LANES))
     whole = _up(shape.slots, chunk)
     one = tile_bytes((chunk, shape.dim), shape.k) + tile_bytes((chunk, shape.value_dim), shape.v)
     if shape.rows <= ONE_BLOCK:
         return Tiles(_up(shape.rows, 16), min(whole, max(STREAMED // one, 1) * chunk), chunk, 2)
     beside = 2 * 2 * tile_bytes((8, chunk), jnp.float32)  # positions and results
-    empty = launch(shape, Tiles(ROWS, 0, chunk, 1)).vmem_bytes
+    empty = launch(shape, Tiles(rows, 0, chunk, 1)).vmem_bytes
     fit = int(vmem * SHARE - empty) // (one + beside)
-    return Tiles(ROWS, min(whole, max(fit, 1) * chunk), chunk, 1)
+    return Tiles(rows, min(whole, max(fit, 1) * chunk), chunk, 1)
 
 
 def launch(shape: Shape, tiles: Tiles) -> Launch:
-    """Grid (B, K, blocks of slots, blocks of rows) and what moves in it.
+    """Grid (B, K, blocks of slots, sections, blocks of rows) and what moves in it.
 
     A block of keys, values and results stays while rows stream. Rows that see nothing of it, and blocks of slots that
     nobody sees, are not fetched: their index repeats the one before. So
@@ -90,8 +106,9 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
 
     The scalars, from :func:`plan`: what each chunk and each row block spans, and which rows each block of slots meets.
     """
-    row_blocks, slot_blocks = -(-shape.rows // tiles.rows), -(-shape.slots // max(tiles.slots, 1))
-    rows, slots = row_blocks * tiles.rows, slot_blocks * tiles.slots
+    sections, _, row_blocks = tiles.sections(shape)
+    slot_blocks = -(-shape.slots // max(tiles.slots, 1))
+    rows, slots = sections * row_blocks * tiles.rows, slot_blocks * tiles.slots
     split = SPLIT if shape.v == jnp.bfloat16 else 1
     lead = (shape.batch, shape.kv_heads)
 
@@ -99,10 +116,10 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
         head = b * shape.pos_heads + (h if shape.pos_heads > 1 else 0)
         return spans[(head * slot_blocks + t) * 3 + which]
 
-    def row(b: Any, h: Any, t: Any, r: Any, chunks: Any, bounds: Any, spans: Any) -> Any:
-        return jnp.clip(r, span(b, h, t, spans, 0), span(b, h, t, spans, 1))
+    def row(b: Any, h: Any, t: Any, g: Any, r: Any, chunks: Any, bounds: Any, spans: Any) -> Any:
+        return g * row_blocks + jnp.clip(r, span(b, h, t, spans, 0), span(b, h, t, spans, 1))
 
-    def slot(b: Any, h: Any, t: Any, r: Any, chunks: Any, bounds: Any, spans: Any) -> Any:
+    def slot(b: Any, h: Any, t: Any, g: Any, r: Any, chunks: Any, bounds: Any, spans: Any) -> Any:
         return span(b, h, t, spans, 2)
 
     def queries(name: str, tail: tuple[int, ...], block: tuple[int | None, ...], dtype: Any) -> Operand:
@@ -123,11 +140,11 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
     lanes = _up(tiles.rows, LANES)
     o_dtype = jnp.bfloat16 if split > 1 else jnp.float32
     return Launch(
-        grid=(*lead, slot_blocks, row_blocks),
+        grid=(*lead, slot_blocks, sections, row_blocks),
         inputs=(
             queries("q", (rows, shape.dim), (tiles.rows, shape.dim), shape.q),
             queries("o", (split, rows, shape.value_dim), (split, tiles.rows, shape.value_dim), o_dtype),
-            queries("facts", (FACTS, row_blocks * lanes), (FACTS, lanes), jnp.int32),
+            queries("facts", (FACTS, sections * row_blocks * lanes), (FACTS, lanes), jnp.int32),
             Operand("centre", (*lead, 1, shape.value_dim), jnp.float32, (None, None, 1, shape.value_dim), _centre),
             keys("k", shape.dim, shape.k),
             keys("v", shape.value_dim, shape.v),
@@ -165,7 +182,7 @@ def plan(shape: Shape, tiles: Tiles, row_pos: Array, key_pos: Array, window: int
     """The scalars of :func:`launch`.
 
     Args:
-        row_pos: int32 ``[B,N]``, positions of the rows, -1 for none, N whole blocks.
+        row_pos: int32 ``[B,N]``, positions of the rows of one section, -1 for none, N whole blocks.
         key_pos: int32 ``[B,K|1,T]``, T whole blocks.
 
     Returns:
@@ -223,12 +240,11 @@ def sensitivity(
     shape = shape_of(q, k, v, key_pos)
     tile = tiles(shape, vmem) if tile is None else tile
     found = launch(shape, tile)
-    queries = jax.tree.map(functools.partial(_rows, tile=tile), queries._replace(pos=None))
-    pos = jnp.repeat(query_pos, shape.rows // query_pos.shape[1], axis=1)
-    pos = jnp.pad(pos, ((0, 0), (0, -shape.rows % tile.rows)), constant_values=-1)
+    queries = jax.tree.map(lambda x: _rows(x, shape, tile), queries._replace(pos=None))
+    pos = row_positions(query_pos, shape, tile)
     key_pos = jnp.pad(key_pos, ((0, 0), (0, 0), (0, -shape.slots % tile.slots)), constant_values=-1)
     scalars = plan(shape, tile, pos, key_pos, window)
-    facts, outputs = _facts(queries._replace(pos=pos), centre, shape, tile, scale)
+    facts, outputs = _facts(queries._replace(pos=jnp.tile(pos, (1, tile.sections(shape)[0]))), centre, shape, tile, scale)
     kernel = functools.partial(_kernel, shape=shape, tile=tile, scale=scale, window=window, softcap=softcap)
     flops = 2 * shape.batch * shape.kv_heads * shape.rows * shape.slots * (shape.dim + shape.value_dim)
     call = found.call(kernel, name="sensitivity", interpret=interpret, flops=flops)
@@ -239,9 +255,8 @@ def sensitivity(
 def shape_of(q: Any, k: Any, v: Any, key_pos: Any) -> Shape:
     """Sizes of a call from its arrays, or their shapes and dtypes."""
     kv_heads = k.shape[1]
-    rows = q.shape[1] // kv_heads * q.shape[2]
     dtypes = {"q": jnp.promote_types(q.dtype, k.dtype), "k": k.dtype, "v": v.dtype}
-    sizes = (k.shape[0], kv_heads, rows, k.shape[2], k.shape[3], v.shape[3], key_pos.shape[1])
+    sizes = (k.shape[0], kv_heads, q.shape[1] // kv_heads, q.shape[2], k.shape[2], k.shape[3], v.shape[3], key_pos.shape[1])
     return Shape(*sizes, **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()})
 
 
@@ -253,13 +268,20 @@ def _check(q: Array, k: Array, v: Array) -> None:
         raise NotImplementedError("at least one query and one slot.")
 
 
-def _rows(x: Array, tile: Tiles) -> Array:
-    """``[B,K,G,U,...]`` as rows ``[B,K,U G,...]`` in order of the queries, filled up to whole blocks."""
-    x = jnp.swapaxes(x, 2, 3)
-    x = x.reshape(*x.shape[:2], -1, *x.shape[4:])
+def row_positions(query_pos: Array, shape: Shape, tile: Tiles) -> Array:
+    """Positions ``[B,N]`` of the rows of one section, -1 where it is filled up to whole blocks."""
+    _, rows, blocks = tile.sections(shape)
+    pos = jnp.tile(query_pos, (1, rows // shape.queries))
+    return jnp.pad(pos, ((0, 0), (0, blocks * tile.rows - rows)), constant_values=-1)
+
+
+def _rows(x: Array, shape: Shape, tile: Tiles) -> Array:
+    """``[B,K,G,U,...]`` as rows ``[B,K,N,...]``, each section filled up to whole blocks."""
+    sections, rows, blocks = tile.sections(shape)
+    x = x.reshape(*x.shape[:2], sections, rows, *x.shape[4:])
     room = [(0, 0)] * x.ndim
-    room[2] = (0, -x.shape[2] % tile.rows)
-    return jnp.pad(x, room)
+    room[3] = (0, blocks * tile.rows - rows)
+    return jnp.pad(x, room).reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def _facts(rows: reference.Queries, centre: Array, shape: Shape, tile: Tiles, scale: float) -> tuple[Array, Array]:
@@ -307,12 +329,12 @@ def _kernel(
     softcap: float | None,
 ) -> None:
     """Add what one block of rows has to say about one block of slots, a chunk of slots at a time."""
-    b, h, t, r = (pl.program_id(axis) for axis in range(4))
-    row_blocks = -(-shape.rows // tile.rows)
+    b, h, t, g, r = (pl.program_id(axis) for axis in range(5))
+    row_blocks = tile.sections(shape)[2]
     per_block, slot_blocks = tile.slots // tile.chunk, -(-shape.slots // tile.slots)
     head = b * shape.pos_heads + (h if shape.pos_heads > 1 else 0)
 
-    @pl.when(r == 0)
+    @pl.when((g == 0) & (r == 0))
     def _start() -> None:
         r_ref[...] = jnp.zeros_like(r_ref)
 
