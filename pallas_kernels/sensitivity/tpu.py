@@ -87,7 +87,7 @@ def tiles(shape: Shape, vmem: int | None = None) -> Tiles:
     one = tile_bytes((chunk, shape.dim), shape.k) + tile_bytes((chunk, shape.value_dim), shape.v)
     if shape.rows <= ONE_BLOCK:
         return Tiles(_up(shape.rows, 16), min(whole, max(STREAMED // one, 1) * chunk), chunk, 2)
-    beside = 2 * 2 * tile_bytes((8, chunk), jnp.float32)  # positions and results
+    beside = 2 * tile_bytes((8, chunk), jnp.float32)  # positions and results
     empty = launch(shape, Tiles(rows, 0, chunk, 1)).vmem_bytes
     fit = int(vmem * SHARE - empty) // (one + beside)
     return Tiles(rows, min(whole, max(fit, 1) * chunk), chunk, 1)
@@ -137,6 +137,9 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
     def position(*at: Any) -> tuple[Any, ...]:
         return at[0], at[1] if shape.pos_heads > 1 else 0, 0, slot(*at)
 
+    def line(name: str, shape: tuple[int, ...], dtype: Any, index: Any) -> Operand:
+        return Operand(name, shape, dtype, (None, None, shape[2], tiles.slots), index, tiles.buffers)
+
     lanes = _up(tiles.rows, LANES)
     o_dtype = jnp.bfloat16 if split > 1 else jnp.float32
     return Launch(
@@ -148,9 +151,9 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
             Operand("centre", (*lead, 1, shape.value_dim), jnp.float32, (None, None, 1, shape.value_dim), _centre),
             keys("k", shape.dim, shape.k),
             keys("v", shape.value_dim, shape.v),
-            Operand("pos", (shape.batch, shape.pos_heads, 1, slots), jnp.int32, (None, None, 1, tiles.slots), position),
+            line("pos", (shape.batch, shape.pos_heads, 1, slots), jnp.int32, position),
         ),
-        outputs=(Operand("r", (*lead, 2, shape.slots), jnp.float32, (None, None, 2, tiles.slots), _result),),
+        outputs=(line("r", (*lead, 2, shape.slots), jnp.float32, _result),),
         scalars=3,
         parallel=3,
     )
