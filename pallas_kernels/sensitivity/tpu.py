@@ -243,11 +243,11 @@ def sensitivity(
     shape = shape_of(q, k, v, key_pos)
     tile = tiles(shape, vmem) if tile is None else tile
     found = launch(shape, tile)
-    queries = jax.tree.map(lambda x: _rows(x, shape, tile), queries._replace(pos=None))
+    queries = jax.tree.map(lambda x: rows_of(x, shape, tile), queries._replace(pos=None))
     pos = row_positions(query_pos, shape, tile)
     key_pos = jnp.pad(key_pos, ((0, 0), (0, 0), (0, -shape.slots % tile.slots)), constant_values=-1)
     scalars = plan(shape, tile, pos, key_pos, window)
-    facts, outputs = _facts(queries._replace(pos=jnp.tile(pos, (1, tile.sections(shape)[0]))), centre, shape, tile, scale)
+    facts, outputs = facts_of(queries._replace(pos=jnp.tile(pos, (1, tile.sections(shape)[0]))), centre, shape, tile, scale)
     kernel = functools.partial(_kernel, shape=shape, tile=tile, scale=scale, window=window, softcap=softcap)
     flops = 2 * shape.batch * shape.kv_heads * shape.rows * shape.slots * (shape.dim + shape.value_dim)
     call = found.call(kernel, name="sensitivity", interpret=interpret, flops=flops)
@@ -278,7 +278,7 @@ def row_positions(query_pos: Array, shape: Shape, tile: Tiles) -> Array:
     return jnp.pad(pos, ((0, 0), (0, blocks * tile.rows - rows)), constant_values=-1)
 
 
-def _rows(x: Array, shape: Shape, tile: Tiles) -> Array:
+def rows_of(x: Array, shape: Shape, tile: Tiles) -> Array:
     """``[B,K,G,U,...]`` as rows ``[B,K,N,...]``, each section filled up to whole blocks."""
     sections, rows, blocks = tile.sections(shape)
     x = x.reshape(*x.shape[:2], sections, rows, *x.shape[4:])
@@ -287,7 +287,7 @@ def _rows(x: Array, shape: Shape, tile: Tiles) -> Array:
     return jnp.pad(x, room).reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _facts(rows: reference.Queries, centre: Array, shape: Shape, tile: Tiles, scale: float) -> tuple[Array, Array]:
+def facts_of(rows: reference.Queries, centre: Array, shape: Shape, tile: Tiles, scale: float) -> tuple[Array, Array]:
     """Facts of each row, as the bits of int32 ``[B,K,FACTS,N]``, and its centred output in parts ``[B,K,S,N,Dv]``.
 
     Beside bfloat16 values, which stay as they are, the offset takes up that they are not centred: ``|v - o|^2 =
