@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -171,14 +172,18 @@ def bound(shape: Shape, held: int) -> int:
     """Least bytes for causal rows, as many positions as slots, when at most ``held`` bytes of slots stay in VMEM.
 
     Keys, values and results move once. Sets of slots of at most that size take turns, and each row meets every set
-    that has a slot before it: least when the sets are full and only the last one is not.
+    that has a slot before it: least when the sets are full and only the last one is not. VMEM holds whole lanes, so
+    that a head of 64 takes as much of it as one of 128.
     """
+    count = 1024  # of slots, whole tiles in every dtype
+    kept = tile_bytes((count, shape.dim), shape.k) + tile_bytes((count, shape.value_dim), shape.v)
+    whole = shape.slots * kept / count
     slot = shape.dim * jnp.dtype(shape.k).itemsize + shape.value_dim * jnp.dtype(shape.v).itemsize
     split = SPLIT * 2 if shape.v == jnp.bfloat16 else 4
     row = shape.dim * jnp.dtype(shape.q).itemsize + shape.value_dim * split + FACTS * 4
-    sets = -(-shape.slots * slot // held)
-    rows = sum(shape.rows * (1 - j * held / (shape.slots * slot)) for j in range(sets))
-    return shape.batch * shape.kv_heads * int(shape.slots * (slot + 8) + rows * row) + shape.batch * shape.slots * 4
+    rows = sum(shape.rows * (1 - j * held / whole) for j in range(math.ceil(whole / held)))
+    heads = shape.batch * shape.kv_heads
+    return heads * int(shape.slots * (slot + 8) + rows * row) + shape.batch * shape.slots * 4
 
 
 def plan(shape: Shape, tiles: Tiles, row_pos: Array, key_pos: Array, window: int | None) -> tuple[Array, Array, Array]:
@@ -258,7 +263,8 @@ def sensitivity(
 def shape_of(q: Any, k: Any, v: Any, key_pos: Any) -> Shape:
     """Sizes of a call from its arrays, or their shapes and dtypes."""
     kv_heads = k.shape[1]
-    dtypes = {"q": jnp.promote_types(q.dtype, k.dtype), "k": k.dtype, "v": v.dtype}
+    made_in = q.dtype if q.dtype == k.dtype else jnp.float32
+    dtypes = {"q": made_in, "k": k.dtype, "v": v.dtype}
     sizes = (k.shape[0], kv_heads, q.shape[1] // kv_heads, q.shape[2], k.shape[2], k.shape[3], v.shape[3], key_pos.shape[1])
     return Shape(*sizes, **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()})
 
