@@ -40,7 +40,9 @@ def gpu_cases() -> list[Case]:
     return found
 
 
-def structs(dtype: str, dim: int, length: int, queries: int, kv_heads: int = KV_HEADS) -> tuple[jax.ShapeDtypeStruct, ...]:
+def structs(
+    dtype: str, dim: int, length: int, queries: int, kv_heads: int = KV_HEADS
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Arguments of a call with one sequence."""
     heads = kv_heads * GROUPS
     shapes = [

@@ -49,17 +49,21 @@ def sensitivity(
     bits, outputs = tpu.facts_of(queries._replace(pos=pos), centre, shape, tile, scale)
     facts = jax.lax.bitcast_convert_type(bits[:, :, tpu.LSE : tpu.VALUES + 1, : tile.rows], jnp.float32)
     key_pos = jnp.pad(key_pos, ((0, 0), (0, 0), (0, -shape.slots % SLOTS)), constant_values=-1)
+    k, v = (_whole_tiles(x) for x in (k, v))
     body = functools.partial(_kernel, shape=shape, rows=tile.rows, scale=scale, window=window, softcap=softcap)
     result = jax.ShapeDtypeStruct((shape.batch, shape.kv_heads, 2, key_pos.shape[-1]), jnp.float32)
     grid = (key_pos.shape[-1] // SLOTS, shape.kv_heads, shape.batch)
     call = plgpu.kernel(body, result, grid=grid, grid_names=("t", "h", "b"), **_scratch(shape))
-    found = call(queries.q, outputs[:, :, 0], outputs[:, :, 1], facts, bits[:, :, tpu.POSITION], centre[:, :, 0], k, v, key_pos)
+    rows = (queries.q, outputs[:, :, 0], outputs[:, :, 1], facts, bits[:, :, tpu.POSITION])
+    found = call(*rows, centre[:, :, 0], k, v, key_pos)
     return jnp.swapaxes(found[..., : shape.slots], 2, 3)
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
     if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
-        raise NotImplementedError("q, k and v must be bfloat16: tensor cores do not multiply float32 at full precision.")
+        raise NotImplementedError(
+            "q, k and v must be bfloat16: tensor cores do not multiply float32 at full precision."
+        )
     if any(x.shape[-1] % 16 for x in (k, v)):
         raise NotImplementedError(f"head dims must be multiples of 16, got {k.shape[-1]} and {v.shape[-1]}.")
     if not (q.shape[2] and k.shape[2]):
@@ -69,6 +73,12 @@ def _check(q: Array, k: Array, v: Array) -> None:
     for device in jax.devices():
         if device.platform == "gpu" and str(getattr(device, "compute_capability", "9.0")) != "9.0":
             raise NotImplementedError(f"wgmma needs compute capability 9.0, not {device.compute_capability}.")
+
+
+def _whole_tiles(x: Array) -> Array:
+    """Copies fetch tiles of 8 slots: a length that is no multiple of 8 costs one copy of keys and values."""
+    room = -x.shape[2] % 8
+    return jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0))) if room else x
 
 
 def _bytes(dim: int, value_dim: int) -> int:

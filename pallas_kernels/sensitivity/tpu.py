@@ -252,7 +252,9 @@ def sensitivity(
     pos = row_positions(query_pos, shape, tile)
     key_pos = jnp.pad(key_pos, ((0, 0), (0, 0), (0, -shape.slots % tile.slots)), constant_values=-1)
     scalars = plan(shape, tile, pos, key_pos, window)
-    facts, outputs = facts_of(queries._replace(pos=jnp.tile(pos, (1, tile.sections(shape)[0]))), centre, shape, tile, scale)
+    facts, outputs = facts_of(
+        queries._replace(pos=jnp.tile(pos, (1, tile.sections(shape)[0]))), centre, shape, tile, scale
+    )
     kernel = functools.partial(_kernel, shape=shape, tile=tile, scale=scale, window=window, softcap=softcap)
     flops = 2 * shape.batch * shape.kv_heads * shape.rows * shape.slots * (shape.dim + shape.value_dim)
     call = found.call(kernel, name="sensitivity", interpret=interpret, flops=flops)
@@ -265,7 +267,16 @@ def shape_of(q: Any, k: Any, v: Any, key_pos: Any) -> Shape:
     kv_heads = k.shape[1]
     made_in = q.dtype if q.dtype == k.dtype else jnp.float32
     dtypes = {"q": made_in, "k": k.dtype, "v": v.dtype}
-    sizes = (k.shape[0], kv_heads, q.shape[1] // kv_heads, q.shape[2], k.shape[2], k.shape[3], v.shape[3], key_pos.shape[1])
+    sizes = (
+        k.shape[0],
+        kv_heads,
+        q.shape[1] // kv_heads,
+        q.shape[2],
+        k.shape[2],
+        k.shape[3],
+        v.shape[3],
+        key_pos.shape[1],
+    )
     return Shape(*sizes, **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()})
 
 
