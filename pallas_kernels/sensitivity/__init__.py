@@ -222,7 +222,8 @@ def _check(q: Array, k: Array, v: Array, query_pos: Array, key_pos: Array) -> No
         raise ValueError(f"q [B,H,U,D], k [B,K,T,D], v [B,K,T,Dv], H a multiple of K: {q.shape}, {k.shape}, {v.shape}.")
     if query_pos.shape != (batch, q.shape[2]) or key_pos.shape not in {(batch, n, slots) for n in (1, kv_heads)}:
         raise ValueError(
-            f"positions are [B,U] and [B,K|1,T], got {query_pos.shape} and {key_pos.shape} beside q {q.shape}, k {k.shape}."
+            f"positions are [B,U] and [B,K|1,T], got {query_pos.shape} and {key_pos.shape} beside q {q.shape} and "
+            f"k {k.shape}."
         )
 
 

@@ -241,7 +241,7 @@ def sensitivity(
     tile: Tiles | None = None,
     interpret: Any = False,
 ) -> Array:
-    """See :func:`pallas_kernels.sensitivity.sensitivity`; ``vmem`` bytes of the chip, or tiles, when not the default."""
+    """See :func:`pallas_kernels.sensitivity.sensitivity`; ``vmem`` bytes of the chip or tiles, if not the default."""
     _check(q, k, v)
     queries = reference.clean_queries(q, query_pos, lse, o, weights, k.shape[1])
     centre = reference.centre_of(queries)
@@ -393,10 +393,7 @@ def _kernel(
 def _away(o_ref: Any, v: Array, centre: Array, offset: Array) -> Array:
     """``|v - o|^2``, rows by slots."""
     wide = v.astype(jnp.float32) - centre
-    if o_ref.shape[0] == 1:
-        between = _dot(o_ref[0], wide)
-    else:
-        between = _dot(o_ref[0], v) + _dot(o_ref[1], v)
+    between = _dot(o_ref[0], wide) if o_ref.shape[0] == 1 else _dot(o_ref[0], v) + _dot(o_ref[1], v)
     length = _dot(jnp.ones((8, wide.shape[1]), jnp.float32), wide * wide)[0:1]
     return jnp.maximum(length + offset - 2 * between, 0.0)
 

@@ -44,7 +44,7 @@ def problem(shape: tuple[Any, ...], batch: int = 2) -> tuple[list[jax.Array], di
     if slots > 4:
         query_pos[0, 0] = -1
         key_pos[0, :, -3:] = -1
-        key_pos[1, -1] = np.roll(key_pos[1, -1], 2)
+        key_pos[-1, -1] = np.roll(key_pos[-1, -1], 2)
     settings = {"scale": dim**-0.5, **settings}
     weights = np.abs(rng.normal(size=(batch, kv_heads, queries, 2))).astype(np.float32)
     found = dense(q, k, v, query_pos, key_pos, **settings)
@@ -52,13 +52,21 @@ def problem(shape: tuple[Any, ...], batch: int = 2) -> tuple[list[jax.Array], di
 
 
 def dense(
-    q: Any, k: Any, v: Any, query_pos: Any, key_pos: Any, *, scale: float, window: int = 1 << 30, softcap: float = 1e9
+    q: Any,
+    k: Any,
+    v: Any,
+    query_pos: Any,
+    key_pos: Any,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 1e9,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-sum-exp and outputs in float64, all scores at once."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v, key = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v, key_pos))
     key, query = key[:, :, None], query_pos[:, None, :, None]
-    seen = (key >= 0) & (key <= query) & (key > query - window)
+    seen = (key >= 0) & (key <= query) & (key > query - (window or 1 << 30))
     score = softcap * np.tanh(scale * np.einsum("bhud,bhtd->bhut", q, k) / softcap)
     weight = np.where(seen, np.exp(score), 0.0)
     total = weight.sum(axis=-1)
