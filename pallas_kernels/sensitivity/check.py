@@ -58,18 +58,17 @@ def structs(
     return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in shapes)
 
 
-def cost(
-    chip: str, args: tuple[jax.ShapeDtypeStruct, ...], window: int | None = None, batch: int = 0
-) -> tuple[Traffic, int]:
+def cost(chip: str, args: tuple[jax.ShapeDtypeStruct, ...], window: int | None = None) -> tuple[Traffic, int]:
     """HBM traffic and VMEM bytes on a chip of a call whose queries lie evenly over a context in order."""
     q, k, v, query_pos, key_pos = args[:5]
     shape = tpu.shape_of(q, k, v, key_pos)
     tile = tpu.tiles(shape, VMEM[chip])
     found = tpu.launch(shape, tile)
     at = np.linspace(0, shape.slots - 1, query_pos.shape[1]).astype(np.int32)
-    rows = tpu.row_positions(jnp.asarray(at)[None], shape, tile)
     keys = np.pad(np.arange(shape.slots, dtype=np.int32), (0, -shape.slots % tile.slots), constant_values=-1)
-    scalars = tpu.plan(shape, tile, rows, jnp.asarray(keys)[None, None], window)
+    rows = tpu.row_positions(jnp.asarray(at)[None], shape, tile)
+    plan = jax.jit(tpu.plan, static_argnums=(0, 1, 4))
+    scalars = plan(shape, tile, rows, jnp.asarray(keys)[None, None], window)
     return found.traffic(*(np.asarray(x) for x in scalars)), found.vmem_bytes
 
 

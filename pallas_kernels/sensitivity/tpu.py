@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 
@@ -118,7 +119,7 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
         return spans[(head * slot_blocks + t) * 3 + which]
 
     def row(b: Any, h: Any, t: Any, g: Any, r: Any, chunks: Any, bounds: Any, spans: Any) -> Any:
-        return g * row_blocks + jnp.clip(r, span(b, h, t, spans, 0), span(b, h, t, spans, 1))
+        return g * row_blocks + _clip(r, span(b, h, t, spans, 0), span(b, h, t, spans, 1))
 
     def slot(b: Any, h: Any, t: Any, g: Any, r: Any, chunks: Any, bounds: Any, spans: Any) -> Any:
         return span(b, h, t, spans, 2)
@@ -158,6 +159,11 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
         scalars=3,
         parallel=3,
     )
+
+
+def _clip(x: Any, low: Any, high: Any) -> Any:
+    """On traced indices, or on the arrays that traffic is counted from."""
+    return np.clip(x, low, high) if isinstance(x, np.ndarray) else jnp.clip(x, low, high)
 
 
 def _centre(b: Any, h: Any, *_: Any) -> tuple[Any, ...]:

@@ -169,7 +169,7 @@ def test_gradients_are_the_references_and_finite() -> None:
 
     plain = functools.partial(reference.sensitivity, block=2, width=7)
     wanted = fast(jax.grad(functools.partial(loss, plain), argnums=floats))(*arrays)
-    kernel = functools.partial(sensitivity, implementation="interpret")
+    kernel = functools.partial(op.sensitivity, implementation="interpret")
     bad = poisoned(arrays)
     found = fast(jax.grad(functools.partial(loss, kernel), argnums=floats))(*bad)
     for got, want in zip(found, wanted, strict=True):
