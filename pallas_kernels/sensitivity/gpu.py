@@ -53,7 +53,7 @@ def sensitivity(
     body = functools.partial(_kernel, shape=shape, rows=tile.rows, scale=scale, window=window, softcap=softcap)
     result = jax.ShapeDtypeStruct((shape.batch, shape.kv_heads, 2, key_pos.shape[-1]), jnp.float32)
     grid = (key_pos.shape[-1] // SLOTS, shape.kv_heads, shape.batch)
-    call = plgpu.kernel(body, result, grid=grid, grid_names=("t", "h", "b"), **_scratch(shape))
+    call = plgpu.kernel(body, grid=grid, grid_names=("t", "h", "b"), **_memory(shape, result))
     rows = (queries.q, outputs[:, :, 0], outputs[:, :, 1], facts, bits[:, :, tpu.POSITION])
     found = call(*rows, centre[:, :, 0], k, v, key_pos)
     return jnp.swapaxes(found[..., : shape.slots], 2, 3)
@@ -86,8 +86,8 @@ def _bytes(dim: int, value_dim: int) -> int:
     return blocks + 4 * (5 * ROWS + 3 * SLOTS) + 12 * 1024  # each buffer starts at a whole KiB
 
 
-def _scratch(shape: tpu.Shape) -> dict[str, Any]:
-    """Shared memory and barriers, under the name that this release of JAX knows."""
+def _memory(shape: tpu.Shape, result: jax.ShapeDtypeStruct) -> dict[str, Any]:
+    """The result, shared memory and barriers, under the names that this release of JAX knows."""
 
     def matrix(rows: int, dim: int) -> Any:
         swizzle = plgpu.find_swizzle(dim * 16)
@@ -112,7 +112,8 @@ def _scratch(shape: tpu.Shape) -> dict[str, Any]:
         plgpu.Barrier(num_arrivals=8),
     ]
     known = inspect.signature(plgpu.kernel).parameters
-    return {"scratch_types" if "scratch_types" in known else "scratch_shapes": buffers}
+    kind = "type" if "out_type" in known else "shape"
+    return {f"out_{kind}": result, f"scratch_{kind}s": buffers}
 
 
 def _kernel(

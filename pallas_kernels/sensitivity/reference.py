@@ -17,11 +17,11 @@ LOW = -1e30
 class Queries(NamedTuple):
     """Queries of each kv head, ``[B,K,G,U,...]`` each but ``pos [B,U]``; of a call or of a block of it."""
 
-    q: Array
-    pos: Array
-    lse: Array | None = None
-    o: Array | None = None
-    weights: Array | None = None
+    q: Any
+    pos: Any
+    lse: Any = None
+    o: Any = None
+    weights: Any = None
 
 
 class Slots(NamedTuple):
@@ -66,7 +66,7 @@ def sensitivity(
         @jax.checkpoint
         def row(total: Array, rows: Queries) -> tuple[Array, None]:
             keys, values = _squares(rows, slots, centre, scores)
-            weighted = rows.weights.reshape(*keys.shape[:3], 2)  # type: ignore[union-attr]
+            weighted = rows.weights.reshape(*keys.shape[:3], 2)
             sums = [(weighted[..., i, None] * x).sum(axis=2) for i, x in enumerate((keys, values))]
             return total + jnp.stack(sums, axis=-1), None
 
@@ -177,8 +177,6 @@ def centre_of(queries: Queries) -> Array:
     ``|v - o|^2 = |v|^2 + |o|^2 - 2 v.o`` cancels where values lie far from zero; about this point it does not. The
     result does not depend on it, hence no gradient.
     """
-    if queries.o is None or queries.weights is None:
-        raise ValueError("these queries carry no outputs and weights.")
     live = (queries.weights != 0).any(axis=-1)
     count = jnp.maximum(live.sum(axis=(2, 3)), 1).astype(jnp.float32)
     return jax.lax.stop_gradient(queries.o.sum(axis=(2, 3)) / count[..., None])[:, :, None]

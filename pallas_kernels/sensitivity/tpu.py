@@ -206,7 +206,9 @@ def plan(shape: Shape, tiles: Tiles, row_pos: Array, key_pos: Array, window: int
     chunks = _bounds(key_pos.reshape(*key_pos.shape[:2], -1, tiles.chunk))
     blocks = _bounds(key_pos.reshape(*key_pos.shape[:2], -1, tiles.slots))
     rows = _bounds(row_pos.reshape(row_pos.shape[0], -1, tiles.rows))
-    met = _meet(*(rows[:, None, None, :, i] for i in (0, 1)), *(blocks[..., None, i] for i in (0, 1)), window)
+    early, late = (rows[:, None, None, :, i] for i in (0, 1))
+    low, high = (blocks[..., None, i] for i in (0, 1))
+    met = _meet(early, late, low, high, window)
     some = met.any(axis=-1)
     first = jnp.argmax(met, axis=-1).astype(jnp.int32)
     last = (met.shape[-1] - 1 - jnp.argmax(met[..., ::-1], axis=-1)).astype(jnp.int32)
@@ -316,7 +318,7 @@ def facts_of(rows: reference.Queries, centre: Array, shape: Shape, tile: Tiles, 
     Beside bfloat16 values, which stay as they are, the offset takes up that they are not centred: ``|v - o|^2 =
     |v - c|^2 + (|o - c|^2 + 2 c.(o - c)) - 2 v.(o - c)``.
     """
-    o = jnp.where((rows.weights != 0).any(axis=-1, keepdims=True), rows.o - centre, 0.0)  # type: ignore[union-attr]
+    o = jnp.where((rows.weights != 0).any(axis=-1, keepdims=True), rows.o - centre, 0.0)
     offset = (o**2).sum(axis=-1)
     if shape.v == jnp.bfloat16:
         offset = offset + 2 * (o * centre).sum(axis=-1)
@@ -325,8 +327,8 @@ def facts_of(rows: reference.Queries, centre: Array, shape: Shape, tile: Tiles, 
     else:
         parts = o[:, :, None]
     power = (rows.q.astype(jnp.float32) ** 2).sum(axis=-1) * jnp.float32(scale**2)
-    floats = (rows.lse, offset, power * rows.weights[..., 0], rows.weights[..., 1])  # type: ignore[index]
-    live = (rows.weights != 0).any(axis=-1)  # type: ignore[union-attr]
+    floats = (rows.lse, offset, power * rows.weights[..., 0], rows.weights[..., 1])
+    live = (rows.weights != 0).any(axis=-1)
     position = jnp.where(live, rows.pos[:, None], -1)
     bits = [position, *(jax.lax.bitcast_convert_type(x, jnp.int32) for x in floats)]
     bits += [jnp.zeros_like(position)] * (FACTS - len(bits))
