@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels.check import Case
 from pallas_kernels.launch import Traffic
-from pallas_kernels.sensitivity import gpu, tpu
+from pallas_kernels.sensitivity import gpu, layout, tpu
 
 VMEM = {"v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20}
 DTYPES = ("bfloat16", "float32")
@@ -61,12 +61,12 @@ def structs(
 def cost(chip: str, args: tuple[jax.ShapeDtypeStruct, ...], window: int | None = None) -> tuple[Traffic, int]:
     """HBM traffic and VMEM bytes on a chip of a call whose queries lie evenly over a context in order."""
     q, k, v, query_pos, key_pos = args[:5]
-    shape = tpu.shape_of(q, k, v, key_pos)
+    shape = layout.shape_of(q, k, v, key_pos)
     tile = tpu.tiles(shape, VMEM[chip])
     found = tpu.launch(shape, tile)
     at = np.linspace(0, shape.slots - 1, query_pos.shape[1]).astype(np.int32)
     keys = np.pad(np.arange(shape.slots, dtype=np.int32), (0, -shape.slots % tile.slots), constant_values=-1)
-    rows = tpu.row_positions(jnp.asarray(at)[None], shape, tile)
+    rows = layout.row_positions(jnp.asarray(at)[None], shape, tile)
     plan = jax.jit(tpu.plan, static_argnums=(0, 1, 4))
     scalars = plan(shape, tile, rows, jnp.asarray(keys)[None, None], window)
     return found.traffic(*(np.asarray(x) for x in scalars)), found.vmem_bytes

@@ -12,7 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sensitivity import reference, tpu
+from pallas_kernels.sensitivity import layout, reference
 
 SLOTS = 64  # of a block: one warpgroup's rows
 ROWS = 64  # queries at a time
@@ -42,19 +42,19 @@ def sensitivity(
     _check(q, k, v)
     queries = reference.clean_queries(q, query_pos, lse, o, weights, k.shape[1])
     centre = reference.centre_of(queries)
-    shape = tpu.shape_of(q, k, v, key_pos)
-    tile = tpu.Tiles(_up(shape.rows, ROWS), SLOTS, SLOTS, 1)
-    queries = jax.tree.map(lambda x: tpu.rows_of(x, shape, tile), queries._replace(pos=None))
-    pos = tpu.row_positions(query_pos, shape, tile)
-    bits, outputs = tpu.facts_of(queries._replace(pos=pos), centre, shape, tile, scale)
-    facts = jax.lax.bitcast_convert_type(bits[:, :, tpu.LSE : tpu.VALUES + 1, : tile.rows], jnp.float32)
+    shape = layout.shape_of(q, k, v, key_pos)
+    tile = layout.Tiles(layout.up(shape.rows, ROWS), SLOTS, SLOTS, 1)
+    queries = jax.tree.map(lambda x: layout.rows_of(x, shape, tile), queries._replace(pos=None))
+    pos = layout.row_positions(query_pos, shape, tile)
+    bits, outputs = layout.facts_of(queries._replace(pos=pos), centre, shape, tile, scale)
+    facts = jax.lax.bitcast_convert_type(bits[:, :, layout.LSE : layout.VALUES + 1, : tile.rows], jnp.float32)
     key_pos = jnp.pad(key_pos, ((0, 0), (0, 0), (0, -shape.slots % SLOTS)), constant_values=-1)
     k, v = (_whole_tiles(x) for x in (k, v))
     body = functools.partial(_kernel, shape=shape, rows=tile.rows, scale=scale, window=window, softcap=softcap)
     result = jax.ShapeDtypeStruct((shape.batch, shape.kv_heads, 2, key_pos.shape[-1]), jnp.float32)
     grid = (key_pos.shape[-1] // SLOTS, shape.kv_heads, shape.batch)
     call = plgpu.kernel(body, grid=grid, grid_names=("t", "h", "b"), **_memory(shape, result))
-    rows = (queries.q, outputs[:, :, 0], outputs[:, :, 1], facts, bits[:, :, tpu.POSITION])
+    rows = (queries.q, outputs[:, :, 0], outputs[:, :, 1], facts, bits[:, :, layout.POSITION])
     found = call(*rows, centre[:, :, 0], k, v, key_pos)
     return jnp.swapaxes(found[..., : shape.slots], 2, 3)
 
@@ -86,7 +86,7 @@ def _bytes(dim: int, value_dim: int) -> int:
     return blocks + 4 * (5 * ROWS + 3 * SLOTS) + 12 * 1024  # each buffer starts at a whole KiB
 
 
-def _memory(shape: tpu.Shape, result: jax.ShapeDtypeStruct) -> dict[str, Any]:
+def _memory(shape: layout.Shape, result: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """The result, shared memory and barriers, under the names that this release of JAX knows."""
 
     def matrix(rows: int, dim: int) -> Any:
@@ -143,7 +143,7 @@ def _kernel(
     slots_ready: Any,
     rows_ready: Any,
     *,
-    shape: tpu.Shape,
+    shape: layout.Shape,
     rows: int,
     scale: float,
     window: int | None,
@@ -212,7 +212,3 @@ def _product(*pairs: tuple[Any, Any]) -> Array:
         return total[...]
 
     return pl.run_scoped(run, plgpu.ACC((SLOTS, ROWS), jnp.float32))
-
-
-def _up(x: int, to: int) -> int:
-    return -(-x // to) * to

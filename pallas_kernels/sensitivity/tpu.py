@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,6 +14,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import LANES, Launch, Operand, tile_bytes
 from pallas_kernels.sensitivity import reference
+from pallas_kernels.sensitivity.layout import (
+    FACTS,
+    KEYS,
+    LSE,
+    OFFSET,
+    POSITION,
+    SPLIT,
+    VALUES,
+    Shape,
+    Tiles,
+    facts_of,
+    row_positions,
+    rows_of,
+    shape_of,
+    up,
+)
 from pallas_kernels.tiles import tuned
 
 CHUNK = 512  # slots that are worked on at a time
@@ -24,55 +39,6 @@ STREAMED = 4 << 20  # bytes of a block of keys and values that streams past
 SHARE = 0.6  # of VMEM, for all blocks
 VMEM = {"TPU v5 lite": 128 << 20, "TPU v5": 64 << 20, "TPU v5p": 64 << 20, "TPU v6 lite": 128 << 20}
 LEAST_VMEM = 64 << 20
-SPLIT = 2  # bfloat16 parts that stand for a float32 output beside bfloat16 values
-POSITION, LSE, OFFSET, KEYS, VALUES, FACTS = 0, 1, 2, 3, 4, 8  # rows of a query's facts, filled up to one tile
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes and dtypes of a call.
-
-    Attributes:
-        batch, kv_heads, groups, queries, slots, dim, value_dim: ``B``, ``K``, ``G``, ``U``, ``T``, ``D``, ``Dv``.
-        pos_heads: 1 when all kv heads share their slots' positions, else ``K``.
-        q, k, v: dtypes; ``q`` is what scores are made in.
-    """
-
-    batch: int
-    kv_heads: int
-    groups: int
-    queries: int
-    slots: int
-    dim: int
-    value_dim: int
-    pos_heads: int = 1
-    q: Any = jnp.float32
-    k: Any = jnp.float32
-    v: Any = jnp.float32
-
-    @property
-    def rows(self) -> int:
-        """Queries of one kv head, whose group's query heads follow each other."""
-        return self.groups * self.queries
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Rows of queries in a block, slots in a block, slots at a time, and buffers of a block of slots."""
-
-    rows: int
-    slots: int
-    chunk: int
-    buffers: int
-
-    def sections(self, shape: Shape) -> tuple[int, int, int]:
-        """Sections that the rows of a kv head come in, rows of each, and blocks of each.
-
-        One when all rows are one block, else one for each query head: a block's rows then follow each other in the
-        context, and no row has to move.
-        """
-        count, rows = (1, shape.rows) if self.rows >= shape.rows else (shape.groups, shape.queries)
-        return count, rows, -(-rows // self.rows)
 
 
 def tiles(shape: Shape, vmem: int | None = None) -> Tiles:
@@ -83,12 +49,12 @@ def tiles(shape: Shape, vmem: int | None = None) -> Tiles:
     if found:
         return Tiles(**found)
     vmem = VMEM.get(jax.devices()[0].device_kind, LEAST_VMEM) if vmem is None else vmem
-    rows = min(ROWS, _up(shape.queries, LANES))
-    chunk = min(CHUNK, _up(shape.slots, LANES))
-    whole = _up(shape.slots, chunk)
+    rows = min(ROWS, up(shape.queries, LANES))
+    chunk = min(CHUNK, up(shape.slots, LANES))
+    whole = up(shape.slots, chunk)
     one = tile_bytes((chunk, shape.dim), shape.k) + tile_bytes((chunk, shape.value_dim), shape.v)
     if shape.rows <= ONE_BLOCK:
-        return Tiles(_up(shape.rows, 16), min(whole, max(STREAMED // one, 1) * chunk), chunk, 2)
+        return Tiles(up(shape.rows, 16), min(whole, max(STREAMED // one, 1) * chunk), chunk, 2)
     beside = 2 * tile_bytes((8, chunk), jnp.float32)  # positions and results
     empty = launch(shape, Tiles(rows, 0, chunk, 1)).vmem_bytes
     fit = int(vmem * SHARE - empty) // (one + beside)
@@ -142,7 +108,7 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
     def line(name: str, shape: tuple[int, ...], dtype: Any, index: Any) -> Operand:
         return Operand(name, shape, dtype, (None, None, shape[2], tiles.slots), index, tiles.buffers)
 
-    lanes = _up(tiles.rows, LANES)
+    lanes = up(tiles.rows, LANES)
     o_dtype = jnp.bfloat16 if split > 1 else jnp.float32
     return Launch(
         grid=(*lead, slot_blocks, sections, row_blocks),
@@ -270,71 +236,12 @@ def sensitivity(
     return jnp.swapaxes(call(*scalars, *arrays)[0], 2, 3)
 
 
-def shape_of(q: Any, k: Any, v: Any, key_pos: Any) -> Shape:
-    """Sizes of a call from its arrays, or their shapes and dtypes."""
-    kv_heads = k.shape[1]
-    made_in = q.dtype if q.dtype == k.dtype else jnp.float32
-    dtypes = {"q": made_in, "k": k.dtype, "v": v.dtype}
-    sizes = (
-        k.shape[0],
-        kv_heads,
-        q.shape[1] // kv_heads,
-        q.shape[2],
-        k.shape[2],
-        k.shape[3],
-        v.shape[3],
-        key_pos.shape[1],
-    )
-    return Shape(*sizes, **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()})
-
-
 def _check(q: Array, k: Array, v: Array) -> None:
     kinds = {str(x.dtype) for x in (q, k, v)}
     if not kinds <= {"float32", "bfloat16"}:
         raise NotImplementedError(f"q, k and v must be float32 or bfloat16, got {', '.join(sorted(kinds))}.")
     if not (q.shape[2] and k.shape[2]):
         raise NotImplementedError("at least one query and one slot.")
-
-
-def row_positions(query_pos: Array, shape: Shape, tile: Tiles) -> Array:
-    """Positions ``[B,N]`` of the rows of one section, -1 where it is filled up to whole blocks."""
-    _, rows, blocks = tile.sections(shape)
-    pos = jnp.tile(query_pos, (1, rows // shape.queries))
-    return jnp.pad(pos, ((0, 0), (0, blocks * tile.rows - rows)), constant_values=-1)
-
-
-def rows_of(x: Array, shape: Shape, tile: Tiles) -> Array:
-    """``[B,K,G,U,...]`` as rows ``[B,K,N,...]``, each section filled up to whole blocks."""
-    sections, rows, blocks = tile.sections(shape)
-    x = x.reshape(*x.shape[:2], sections, rows, *x.shape[4:])
-    room = [(0, 0)] * x.ndim
-    room[3] = (0, blocks * tile.rows - rows)
-    return jnp.pad(x, room).reshape(*x.shape[:2], -1, *x.shape[4:])
-
-
-def facts_of(rows: reference.Queries, centre: Array, shape: Shape, tile: Tiles, scale: float) -> tuple[Array, Array]:
-    """Facts of each row, as the bits of int32 ``[B,K,FACTS,N]``, and its centred output in parts ``[B,K,S,N,Dv]``.
-
-    Beside bfloat16 values, which stay as they are, the offset takes up that they are not centred: ``|v - o|^2 =
-    |v - c|^2 + (|o - c|^2 + 2 c.(o - c)) - 2 v.(o - c)``.
-    """
-    o = jnp.where((rows.weights != 0).any(axis=-1, keepdims=True), rows.o - centre, 0.0)
-    offset = (o**2).sum(axis=-1)
-    if shape.v == jnp.bfloat16:
-        offset = offset + 2 * (o * centre).sum(axis=-1)
-        high = jax.lax.reduce_precision(o, 8, 7)
-        parts = jnp.stack([high, o - high], axis=2).astype(jnp.bfloat16)
-    else:
-        parts = o[:, :, None]
-    power = (rows.q.astype(jnp.float32) ** 2).sum(axis=-1) * jnp.float32(scale**2)
-    floats = (rows.lse, offset, power * rows.weights[..., 0], rows.weights[..., 1])
-    live = (rows.weights != 0).any(axis=-1)
-    position = jnp.where(live, rows.pos[:, None], -1)
-    bits = [position, *(jax.lax.bitcast_convert_type(x, jnp.int32) for x in floats)]
-    bits += [jnp.zeros_like(position)] * (FACTS - len(bits))
-    facts = jnp.stack(bits, axis=2)
-    lanes = facts.shape[-1] if facts.shape[-1] > tile.rows else _up(tile.rows, LANES)
-    return jnp.pad(facts, ((0, 0), (0, 0), (0, 0), (0, lanes - facts.shape[-1]))), parts
 
 
 def _kernel(
@@ -411,7 +318,3 @@ def _dot(a: Array, b: Array) -> Array:
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     contract = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _up(x: int, to: int) -> int:
-    return -(-x // to) * to
