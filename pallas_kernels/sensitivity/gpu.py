@@ -10,9 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sensitivity import layout, reference
+
+plgpu: Any
+try:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError:  # it needs absl-py, which jax itself does not install
+    plgpu = None
 
 SLOTS = 64  # of a block: one warpgroup's rows
 ROWS = 64  # queries at a time
@@ -60,6 +65,8 @@ def sensitivity(
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
+    if plgpu is None:
+        raise NotImplementedError("Pallas for GPUs cannot be imported here: install absl-py.")
     if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
         raise NotImplementedError(
             "q, k and v must be bfloat16: tensor cores do not multiply float32 at full precision."
