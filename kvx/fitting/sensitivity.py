@@ -19,13 +19,12 @@ from kvx.cache.rope import rotate
 from kvx.errors import KvxError
 from kvx.models.config import ModelConfig
 from kvx.typing import typed
+from pallas_kernels import sensitivity as kernel
 
 MODES = ("probes", "all")
 PROBES = 32
 FIRST_PROBE = 12  # tokens of context before the first probe
 BLOCK = 64  # queries at a time
-HIGHEST = jax.lax.Precision.HIGHEST
-_LOW = -1e30
 
 
 @typed
@@ -120,19 +119,10 @@ def column_sums(
     Returns:
         float32 ``[B,K,T,2]``, keys then values.
     """
-    batch, _, count, _ = queries.shape
-    q, view = _split(queries, positions, view.k.shape[1]), _centred(view)
-    width = min(BLOCK, count)
-    blocks = -(-count // width)
-    room = blocks * width - count
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, room), (0, 0)))
-    q = jnp.moveaxis(q.reshape(*q.shape[:3], blocks, width, q.shape[-1]), 3, 0)
-    pos = jnp.pad(positions, ((0, 0), (0, room)), constant_values=-1).reshape(batch, blocks, width).swapaxes(0, 1)
-
-    def step(total: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
-        return total + _block_sums(*block, view, scale, window, softcap), None
-
-    return jax.lax.scan(step, jnp.zeros((*view.k.shape[:3], 2)), (q, pos))[0]
+    ones = jnp.ones((queries.shape[0], view.k.shape[1], queries.shape[2], 2))
+    settings = {"scale": scale, "window": window, "softcap": softcap, "block": BLOCK}
+    found = kernel.statistics(queries, view.k, view.v, positions, view.pos, **settings)
+    return kernel.sensitivity(queries, view.k, view.v, positions, view.pos, *found, ones, **settings)
 
 
 def probe_positions(length: Int[Array, " B"], first: int | Array) -> Int[Array, "B N"]:
@@ -170,13 +160,14 @@ def _layer(
     """One layer's sensitivities, mean one over the slots that count."""
     k = jnp.where((view.pos >= 0)[..., None], view.k, jnp.zeros((), view.k.dtype)).astype(jnp.float32)
     view = LayerView(k if rope is None else rotate(k, view.pos, rope), view.v, view.pos)
-    counted = (view.pos >= jnp.maximum(jnp.asarray(first, jnp.int32), 0))[..., None]
+    first = jnp.maximum(jnp.asarray(first, jnp.int32), 0)
+    counted = (view.pos >= first)[..., None]
     if mode == "all":
         total = column_sums(queries, positions, view, scale=scale, window=window, softcap=softcap)
     else:
-        length = (positions >= jnp.asarray(first, jnp.int32)).sum(axis=1, dtype=jnp.int32)
+        length = (positions >= first).sum(axis=1, dtype=jnp.int32)
         probes = probe_positions(length, first)
-        total = _probe_sums(queries, positions, view, probes, counted, scale, window, softcap)
+        total = _probe_sums(queries, positions, view, probes, first, scale, window, softcap)
     total = jnp.where(counted, total, 0.0)
     count = counted.sum(axis=2, keepdims=True).astype(jnp.float32)
     return total * count / _positive(total.sum(axis=2, keepdims=True))
@@ -187,70 +178,21 @@ def _probe_sums(
     positions: Array,
     view: LayerView,
     probes: Array,
-    counted: Array,
+    first: Array,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Array:
-    """Sum over the probes of each one's sensitivities, brought to unit mass on the slots that count."""
-    q, view = _split(queries, positions, view.k.shape[1]), _centred(view)
-
-    def step(total: Array, probe: Array) -> tuple[Array, None]:
-        at = jnp.argmax(positions == probe[:, None], axis=1)
-        here = jnp.where((positions == probe[:, None]).any(axis=1), probe, -1)
-        one = jnp.take_along_axis(q, at[:, None, None, None, None], axis=3)
-        share = jnp.where(counted, _block_sums(one, here[:, None], view, scale, window, softcap), 0.0)
-        return total + share / _positive(share.sum(axis=2, keepdims=True)), None
-
-    return jax.lax.scan(step, jnp.zeros((*view.k.shape[:3], 2)), probes.T)[0]
-
-
-def _block_sums(
-    q: Array, pos: Array, view: LayerView, scale: float, window: int | None, softcap: float | None
-) -> Array:
-    """Column sums over one block of queries, ``q [B,K,G,W,D]`` at ``pos [B,W]``: ``[B,K,T,2]``."""
-    rows = (*q.shape[:2], q.shape[2] * q.shape[3])
-    visible = jnp.broadcast_to(_visible(pos, view.pos, window), (*q.shape[:4], view.k.shape[2]))
-    visible = visible.reshape(*rows, -1)
-    q = q.reshape(*rows, -1)
-    score = _product("bkud,bktd->bkut", q, view.k) * jnp.float32(scale)
-    slope = jnp.float32(scale)
-    if softcap is not None:
-        capped = jnp.tanh(score / jnp.float32(softcap))
-        score, slope = jnp.float32(softcap) * capped, jnp.float32(scale) * (1 - capped**2)
-    score = jnp.where(visible, score, jnp.float32(_LOW))
-    weight = jnp.where(visible, jnp.exp(score - score.max(axis=-1, keepdims=True)), 0.0)
-    weight = weight / _positive(weight.sum(axis=-1, keepdims=True))
-    out = _product("bkut,bktd->bkud", weight, view.v)
-    away = (view.v**2).sum(axis=-1)[:, :, None] + (out**2).sum(axis=-1)[..., None]
-    away = jnp.maximum(away - 2 * _product("bkud,bktd->bkut", out, view.v), 0.0)  # |v_i - o_u|^2
-    keys = ((weight * slope) ** 2 * away * (q**2).sum(axis=-1)[..., None]).sum(axis=2)
-    return jnp.stack([keys, (weight**2).sum(axis=2)], axis=-1)
-
-
-def _split(queries: Array, positions: Array, kv_heads: int) -> Array:
-    """Queries by kv head, ``[B,K,G,U,D]`` in fp32, zeros at padding."""
-    q = jnp.where((positions >= 0)[:, None, :, None], queries, jnp.zeros((), queries.dtype)).astype(jnp.float32)
-    return q.reshape(q.shape[0], kv_heads, -1, *q.shape[2:])
-
-
-def _centred(view: LayerView) -> LayerView:
-    """fp32, zeros in empty slots, values about their mean: ``v_i - o_u`` stays the same and does not cancel."""
-    filled = (view.pos >= 0)[..., None]
-    k, v = (jnp.where(filled, x, jnp.zeros((), x.dtype)).astype(jnp.float32) for x in (view.k, view.v))
-    count = jnp.maximum(filled.sum(axis=2, keepdims=True), 1).astype(jnp.float32)
-    return LayerView(k, jnp.where(filled, v - v.sum(axis=2, keepdims=True) / count, 0.0), view.pos)
-
-
-def _visible(pos: Array, slots: Array, window: int | None) -> Array:
-    """Which slots queries at ``pos [B,W]`` read: ``[B,K|1,1,W,T]``."""
-    query, key = pos[:, None, None, :, None], slots[:, :, None, None, :]
-    seen = (key >= 0) & (key <= query)
-    return seen if window is None else seen & (key > query - window)
-
-
-def _product(equation: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(equation, a, b, precision=HIGHEST)
+    """Sum over the probes of each one's sensitivities, brought to unit mass on the slots at ``first`` or later."""
+    same = positions[:, None] == probes[..., None]
+    at = jnp.where(same.any(axis=-1), probes, -1)
+    picked = jnp.take_along_axis(queries, jnp.argmax(same, axis=-1)[:, None, :, None], axis=2)
+    settings = {"scale": scale, "window": window, "softcap": softcap}
+    arrays = (picked, view.k, view.v, at, view.pos)
+    found = kernel.statistics(*arrays, **settings)
+    mass = kernel.masses(*arrays, *found, first=first, **settings)
+    weights = jnp.where(mass > 0, 1 / _positive(mass), 0.0)
+    return kernel.sensitivity(*arrays, *found, weights, **settings)
 
 
 def _positive(x: Array) -> Array:
