@@ -19,6 +19,8 @@ class Case:
         op, dtype, head_dim, length: what it is.
         run: function of arrays with the implementation fixed; args: their shapes and dtypes.
         cost: HBM traffic and VMEM bytes of its launch.
+        bound: least ratio of traffic to its minimum that any such schedule reaches with the chip's VMEM; ``None``: 1.
+        label: what tells it from other cases of the same op, dtype, head dim and length.
     """
 
     op: str
@@ -28,3 +30,5 @@ class Case:
     run: Callable[..., Any]
     args: tuple[jax.ShapeDtypeStruct, ...]
     cost: Callable[[], tuple[Traffic, int]] | None = None
+    bound: Callable[[], float] | None = None
+    label: str = ""

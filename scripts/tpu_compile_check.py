@@ -5,7 +5,8 @@ In an environment of its own (this replaces jax by the release the compiler belo
     python3 -m venv .tpu && .tpu/bin/pip install "jax[tpu]==0.10.2"
     .tpu/bin/python scripts/tpu_compile_check.py [--json]
 
-Exit code 1 when a kernel does not compile, or moves more than 1.15 times the bytes it must.
+Exit code 1 when a kernel does not compile, or moves more than 1.15 times the bytes it must: every distinct block once,
+or, where the chip's VMEM cannot hold what that takes, the bound that its schedule is measured against.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
@@ -47,7 +49,7 @@ def main() -> int:
     for row in checked(asked.op or [*OPS], asked.chip or [*TOPOLOGIES]):
         rows.append(row)
         print(line(row), file=sys.stderr if asked.json else sys.stdout, flush=True)
-    failed = [row for row in rows if not row["compiled"] or row["hbm_ratio"] > BAR]
+    failed = [row for row in rows if not row["compiled"] or row["hbm_ratio"] > BAR * row["hbm_bound"]]
     if asked.json:
         print(json.dumps({"jax": jax.__version__, "bar": BAR, "failed": len(failed), "kernels": rows}, indent=1))
     else:
@@ -68,7 +70,7 @@ def checked(ops: list[str], chips: list[str]) -> Iterator[dict[str, Any]]:
 def compile_case(case: Case, place: jax.sharding.Sharding) -> dict[str, Any]:
     """Compile one case for a device; its traffic is counted from the grid and the block index maps."""
     args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in case.args]
-    row: dict[str, Any] = {"op": case.op, "dtype": case.dtype, "head_dim": case.head_dim, "length": case.length}
+    row: dict[str, Any] = {name: getattr(case, name) for name in ("op", "label", "dtype", "head_dim", "length")}
     started = time.perf_counter()
     try:
         text = jax.jit(case.run).lower(*args).compile().as_text()
@@ -80,14 +82,19 @@ def compile_case(case: Case, place: jax.sharding.Sharding) -> dict[str, Any]:
         raise SystemExit(f"{case.op}: this case does not tell its traffic; give Case(cost=...).")
     traffic, vmem = case.cost()
     moved = {"hbm_bytes": traffic.total, "hbm_minimum": traffic.minimum, "hbm_ratio": round(traffic.ratio, 4)}
-    return {**row, **moved, "vmem_bytes": vmem}
+    bound = 1.0 if case.bound is None else round(case.bound(), 4)
+    return {**row, **moved, "hbm_bound": bound, "vmem_bytes": vmem}
 
 
 def line(row: dict[str, Any]) -> str:
     """One row for people."""
-    name = f"{row['chip']:4} {row['op']:12} {row['dtype']:9} D={row['head_dim']:<4} T={row['length']:<7}"
+    name = (
+        f"{row['chip']:4} {row['op']:12} {row['dtype']:9} D={row['head_dim']:<4} T={row['length']:<7} {row['label']:18}"
+    )
     state = f"compiled in {row['seconds']:5.1f} s" if row["compiled"] else f"NOT compiled: {row['error']}"
-    moved = f"{row['hbm_bytes'] / 1e6:9.1f} MB moved, {row['hbm_ratio']:.3f} of the least"
+    moved = (
+        f"{row['hbm_bytes'] / 1e6:9.1f} MB moved, {row['hbm_ratio']:.3f} of the least (bound {row['hbm_bound']:.3f})"
+    )
     return f"{name} {moved}, VMEM {row['vmem_bytes'] / 2**20:5.1f} MiB, {state}"
 
 

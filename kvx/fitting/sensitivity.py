@@ -8,6 +8,7 @@ times the soft cap's derivative. The squared Frobenius norms of these two maps a
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +85,12 @@ def sensitivity(
     found = []
     for layer, geometry in enumerate(cache.geometry.layers):
         rope = None if cache.rotated else geometry.rope
-        settings = {"scale": config.score_scale, "window": geometry.window, "softcap": config.attn_softcap}
-        found.append(_layer(queries[layer], positions, cache.layer(layer), first, mode=mode, rope=rope, **settings))
+        settings: dict[str, Any] = {
+            "scale": config.score_scale,
+            "window": geometry.window,
+            "softcap": config.attn_softcap,
+        }
+        found.append(_layer(queries[layer], positions, cache.layer(layer), first, mode=mode, rope=rope, **scores))
     return jnp.stack(found)
 
 
@@ -120,7 +125,7 @@ def column_sums(
         float32 ``[B,K,T,2]``, keys then values.
     """
     ones = jnp.ones((queries.shape[0], view.k.shape[1], queries.shape[2], 2))
-    settings = {"scale": scale, "window": window, "softcap": softcap, "block": BLOCK}
+    settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "block": BLOCK}
     found = kernel.statistics(queries, view.k, view.v, positions, view.pos, **settings)
     return kernel.sensitivity(queries, view.k, view.v, positions, view.pos, *found, ones, **settings)
 
@@ -187,7 +192,7 @@ def _probe_sums(
     same = positions[:, None] == probes[..., None]
     at = jnp.where(same.any(axis=-1), probes, -1)
     picked = jnp.take_along_axis(queries, jnp.argmax(same, axis=-1)[:, None, :, None], axis=2)
-    settings = {"scale": scale, "window": window, "softcap": softcap}
+    settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     arrays = (picked, view.k, view.v, at, view.pos)
     found = kernel.statistics(*arrays, **settings)
     mass = kernel.masses(*arrays, *found, first=first, **settings)

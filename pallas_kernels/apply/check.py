@@ -109,7 +109,14 @@ def cases(chip: str) -> list[Case]:
         chip: ``"v5e"``, ``"v5p"`` or ``"v6e"``.
     """
     budget = vmem_budget(KINDS[chip])
-    return [_case(one, "tpu", functools.partial(one.cost, budget), (None, budget)) for one in settings()]
+    return [
+        dataclasses.replace(
+            _case(one, "tpu", functools.partial(one.cost, budget), (None, budget)),
+            bound=functools.partial(one.bound, budget),
+            label=f"k={READ} {one.inputs}{'' if one.aligned else ', no gather'}",
+        )
+        for one in settings()
+    ]
 
 
 def gpu_cases() -> list[Case]:

@@ -75,4 +75,14 @@ def cost(chip: str, args: tuple[jax.ShapeDtypeStruct, ...], window: int | None =
 def _case(chip: str, dtype: str, dim: int, length: int, queries: int) -> Case:
     args = structs(dtype, dim, length, queries)
     run = functools.partial(tpu.sensitivity, scale=dim**-0.5, vmem=VMEM[chip])
-    return Case("sensitivity", dtype, dim, length, run, args, functools.partial(cost, chip, args))
+    label = "every query" if queries > PROBES else f"{PROBES} probes"
+    bound = functools.partial(least, chip, args) if queries > PROBES else None
+    return Case("sensitivity", dtype, dim, length, run, args, functools.partial(cost, chip, args), bound, label)
+
+
+def least(chip: str, args: tuple[jax.ShapeDtypeStruct, ...]) -> float:
+    """Least ratio of traffic to its minimum for every query of a context, see :func:`tpu.bound`."""
+    q, k, v, _, key_pos = args[:5]
+    shape = layout.shape_of(q, k, v, key_pos)
+    moved = tpu.bound(shape, int(VMEM[chip] * tpu.SHARE))
+    return max(1.0, moved / cost(chip, args)[0].minimum)

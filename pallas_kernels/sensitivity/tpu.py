@@ -70,7 +70,7 @@ def launch(shape: Shape, tiles: Tiles) -> Launch:
     * when all rows are one block, everything is read once;
     * else keys and values are read once, in n blocks of the size that VMEM holds, and each row is read once for each
       block with a slot that it sees: causal rows ``sum_j (1 - j M / N)`` times, where ``N`` bytes of slots come in
-      blocks of M. See :func:`bound`: no schedule that keeps at most M bytes of slots does better.
+      blocks of M. See :func:`bound` for the least that sets of slots of at most M bytes allow.
 
     The scalars, from :func:`plan`: what each chunk and each row block spans, and which rows each block of slots meets.
     """
