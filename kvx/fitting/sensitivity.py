@@ -85,11 +85,8 @@ def sensitivity(
     found = []
     for layer, geometry in enumerate(cache.geometry.layers):
         rope = None if cache.rotated else geometry.rope
-        settings: dict[str, Any] = {
-            "scale": config.score_scale,
-            "window": geometry.window,
-            "softcap": config.attn_softcap,
-        }
+        scores: dict[str, Any] = {"scale": config.score_scale, "window": geometry.window}
+        scores["softcap"] = config.attn_softcap
         found.append(_layer(queries[layer], positions, cache.layer(layer), first, mode=mode, rope=rope, **scores))
     return jnp.stack(found)
 
