@@ -19,7 +19,9 @@ def dispatch(op: str, implementations: Mapping[str, Callable[..., Any]], impleme
             functions of arrays only. One that cannot take the given shapes or dtypes raises ``NotImplementedError``
             when called, saying which rule is broken.
         implementation: one of the names; ``None``: the kernel of the platform the program is lowered for, and the
-            reference where there is none, or where it cannot take these arguments.
+            reference where there is none, or where it cannot take these arguments. Arrays that the compiler is to
+            spread over several devices get the reference too: kernels cannot be partitioned by it; inside
+            ``jax.shard_map`` each device runs the kernel on its part.
         args: arrays.
 
     Raises:
@@ -38,12 +40,22 @@ def dispatch(op: str, implementations: Mapping[str, Callable[..., Any]], impleme
             raise ValueError(f"{op} has no implementation {implementation!r}; choose one of {known}, or None.")
         return implementations[implementation](*args)
     branches = {}
+    spread = any(_spread(x) for x in jax.tree.leaves(args))
     for name, platform in PLATFORMS.items():
-        run = implementations.get(name)
+        run = None if spread else implementations.get(name)
         if run is not None and _takes(run, *args):
             branches[platform] = run
     reference = implementations["xla"]
     return jax.lax.platform_dependent(*args, default=reference, **branches) if branches else reference(*args)
+
+
+def _spread(x: Any) -> bool:
+    """Whether the compiler decides how an array lies on several devices."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        return False
+    manual = jax.sharding.AxisType.Manual
+    return any(size > 1 and kind != manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
 
 
 def _takes(run: Callable[..., Any], *args: Any) -> bool:
