@@ -51,7 +51,7 @@ def test_further_maps_get_the_figures_they_get_alone(models, maps, items, found:
         assert texts == alone.answer.texts[arm]
     assert beside.content == alone.content and beside.retained == alone.retained
     assert beside.cosine.mean() == pytest.approx(alone.cosine.mean(), abs=1e-6)
-    assert beside.verdict.decision is None, "without its own controls a further map gets no verdict of use"
+    assert beside.verdict.decision == alone.verdict.decision == "reprefill"
 
 
 def test_differences_are_paired_and_signed(found: Comparison):
@@ -79,7 +79,7 @@ def test_one_map_or_maps_of_other_prefixes_are_refused(models, maps, items):
         evaluate_maps(*models, {"good": maps["good"]}, items, **QUIET)
     causal = kvx.pairs(*models, [i.text for i in planted.items(20, seed=3)], max_length=64, rule="causal")
     other = kvx.fit(full_head(layers=1, ridge=1e-3), causal, progress=False)[0]
-    with pytest.raises(KvxError, match="map 1 aligns by 'causal'"):
+    with pytest.raises(KvxError, match="map 2 aligns by 'causal'"):
         evaluate_maps(*models, {**maps, "causal": other}, items, **QUIET)
     with pytest.raises(KvxError, match="cannot be timed"):
         apply_seconds(kvx.identity(), 8)
