@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -206,40 +207,44 @@ def _build(shape: Shape, rows: int, repeats: int, rng: np.random.Generator) -> d
     return out
 
 
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _step(total: EntrySums, error: EntrySums, *rows: jax.Array) -> tuple[EntrySums, EntrySums]:
+    """One block of rows added to compensated sums, as a fit does it."""
+    return two_sum(total, error, EntrySums(*moments(*rows)))
+
+
 def _summed(x: jax.Array, y: jax.Array, gather: jax.Array, weight: jax.Array, steps: int) -> Run:
-    """Weighted moments over ``steps`` blocks of rows, as a fit sums them."""
+    """Weighted moments over ``steps`` blocks of rows. (Arguments, not constants: XLA would fold those away.)"""
     heads, means = gather.shape[0], (jnp.zeros((x.shape[0], x.shape[2])), jnp.zeros((y.shape[0], y.shape[2])))
-    weights = jnp.broadcast_to(weight[None], (heads, weight.shape[0]))
+    rows = (x, y, gather, jnp.broadcast_to(weight[None], (heads, weight.shape[0])), *means)
+    shapes = jax.eval_shape(moments, *rows)
 
-    def step(carry: Any, _: None) -> tuple[Any, None]:
-        total, error = carry
-        return two_sum(total, error, EntrySums(*moments(x, y, gather, weights, *means))), None
-
-    @jax.jit
     def run() -> Any:
-        shapes = jax.eval_shape(moments, x, y, gather, weights, *means)
-        zeros = EntrySums(*(jnp.zeros(s.shape, s.dtype) for s in shapes))
-        return jax.lax.scan(step, (zeros, zeros), None, length=steps)[0]
+        total, error = (EntrySums(*(jnp.zeros(s.shape, s.dtype) for s in shapes)) for _ in range(2))
+        for _ in range(steps):
+            total, error = _step(total, error, *rows)
+        return total, error
 
     return run
 
 
-def _unfused(x: jax.Array, y: jax.Array, gather: jax.Array, weight: jax.Array, steps: int) -> Run:
-    """The same sums the plain way: gather every head's rows, weigh them, multiply."""
+@jax.jit
+def _plain(total: list[jax.Array], x: jax.Array, y: jax.Array, gather: jax.Array, weight: jax.Array) -> list[jax.Array]:
+    """The same products the plain way: gather every head's rows, weigh them, multiply."""
     root = jnp.sqrt(weight)[None, :, None]
+    rows = jnp.moveaxis(x[gather], 1, 2).reshape(gather.shape[0], x.shape[1], -1) * root
+    found = [jnp.einsum("hnp,hnq->hpq", rows, side, precision="highest") for side in (rows, y * root)]
+    return [a + b for a, b in zip(total, found, strict=True)]
 
-    @jax.jit
-    def one(total: Any) -> Any:
-        rows = jnp.moveaxis(x[gather], 1, 2).reshape(gather.shape[0], x.shape[1], -1) * root
-        out = y * root
-        found = [jnp.einsum("hnp,hnq->hpq", rows, side, precision="highest") for side in (rows, out)]
-        return [a + b for a, b in zip(total, found, strict=True)]
+
+def _unfused(x: jax.Array, y: jax.Array, gather: jax.Array, weight: jax.Array, steps: int) -> Run:
+    """Sums over ``steps`` blocks of rows by :func:`_plain`."""
+    width = gather.shape[1] * x.shape[2]
 
     def run() -> Any:
-        width = gather.shape[1] * x.shape[2]
         total = [jnp.zeros((gather.shape[0], width, size)) for size in (width, y.shape[2])]
         for _ in range(steps):
-            total = one(total)
+            total = _plain(total, x, y, gather, weight)
         return total
 
     return run

@@ -160,6 +160,7 @@ def test_doctor_names_an_accelerator_that_jax_leaves_unused(monkeypatch) -> None
     from kvx.commands import doctor
 
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(doctor, "_memory_free_gb", lambda: 16.0)  # whatever this machine has free just now
     facts = doctor.examine()
     assert facts["unused"] == ["an NVIDIA GPU (pip install 'kvx[cuda13]')"] and "cuda13" in facts["next"]
 
