@@ -16,7 +16,7 @@ from kvx.fitting.solve import Factor, factor
 
 Part = int | tuple[int, int, int]
 EPS32 = float(np.finfo(np.float32).eps)
-CACHE_BYTES = 1 << 30  # of read-back covariances; supports of neighbouring target layers share most of them
+CACHE_BYTES = 1 << 29  # of read-back covariances; supports of neighbouring target layers share most of them
 SHARED = 64  # pairs of layers that must fit in the cache for single heads to be read from it
 
 
