@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvx.alignment import Alignment
-from kvx.cache.cache import CacheGroup, KVCache
+from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
 from kvx.errors import KvxError
+from kvx.evaluation.comparison import straight_context
 from kvx.fitting.head_sums import EntrySums, two_sum
 from kvx.fitting.solve import prepare
 from kvx.mappers.linear import BlockMap, LinearParams, apply_linear
@@ -268,22 +269,6 @@ def _solved(sums: Any) -> Run:
     return run
 
 
-def _cache(geometry: CacheGeometry, tokens: int) -> KVCache:
-    """A full cache of ones."""
-    layer = geometry.layers[0]
-    pos = jnp.arange(tokens, dtype=jnp.int32)[None, None, None]
-    shape = (geometry.num_layers, 1, layer.kv_heads, tokens)
-    k, v = jnp.ones((*shape, layer.key_dim)), jnp.ones((*shape, layer.value_dim))
-    group = CacheGroup(k, v, pos, jnp.full((1,), tokens, jnp.int32), tuple(range(geometry.num_layers)))
-    return KVCache((group,), False, geometry)
-
-
-def _straight(tokens: int) -> Alignment:
-    """Every token fed by the same one."""
-    at = jnp.arange(tokens, dtype=jnp.int32)[None]
-    return Alignment(at[..., None], jnp.ones((1, tokens, 1)), at)
-
-
 def _apply(
     shape: Shape, maps: Mapping[str, LinearParams], tokens: Sequence[int], repeats: int, rate: float
 ) -> dict[str, Any]:
@@ -296,7 +281,7 @@ def _apply(
     for count in tokens:
         chunk = min(count, CHUNK)
         chunks = -(-count // chunk)
-        cache, alignment = _cache(shape.geometry, chunk), _straight(chunk)
+        cache, alignment = straight_context(shape.geometry, chunk)
         runs = {support: _translation(maps[support], cache, alignment, chunks) for support in SUPPORTS}
         best = best_of(runs, repeats) if chunks == 1 else _once(runs)
         for support in SUPPORTS:
@@ -349,7 +334,7 @@ def _warm(shape: Shape, params: LinearParams, config: ModelConfig | None, repeat
     count, boundary = 1024, jnp.arange(16, dtype=jnp.int32)[None]
     model = random_model(config, seed=seed)
     context = jnp.asarray(np.random.default_rng(seed).integers(0, config.vocab_size, (1, count)), jnp.int32)
-    cache, alignment = _cache(shape.geometry, count), _straight(count)
+    cache, alignment = straight_context(shape.geometry, count)
 
     def warm() -> Any:
         return next_token_logits(model, boundary, apply_linear(params, cache, alignment))

@@ -13,6 +13,8 @@ import numpy as np
 
 from kvx.alignment import Alignment
 from kvx.cache.build import empty
+from kvx.cache.cache import KVCache
+from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
 from kvx.evaluation.evaluate import measure
 from kvx.evaluation.items import Item, Question
@@ -223,8 +225,29 @@ def apply_seconds(mapper: CacheMap, tokens: int, repeats: int = REPEATS) -> floa
 
     if not mapper.source.layers:
         raise KvxError("this map reads caches of any shape, so it cannot be timed; give a fitted one.")
+    cache, alignment = straight_context(mapper.source, tokens)
+    run = jax.jit(lambda m, c, a: translate(m, c, a))
+    jax.block_until_ready(run(mapper, cache, alignment))
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(run(mapper, cache, alignment))
+        times.append(time.perf_counter() - started)
+    return float(np.median(times))
+
+
+def straight_context(geometry: CacheGeometry, tokens: int) -> tuple[KVCache, Alignment]:
+    """A full cache of ones ``[L,1,K,T,D]`` and the alignment that feeds each of its tokens to the same one: for timing.
+
+    Example:
+        >>> from kvx.evaluation.comparison import straight_context
+        >>> from kvx.fitting.synthetic import SOURCE
+        >>> cache, alignment = straight_context(SOURCE, 5)
+        >>> cache.next_position().tolist(), alignment.index[0, :, 0].tolist()
+        ([5], [0, 1, 2, 3, 4])
+    """
     slots = jnp.arange(tokens, dtype=jnp.int32)[None]
-    cache = empty(mapper.source, 1, tokens)
+    cache = empty(geometry, 1, tokens)
     groups = [
         dataclasses.replace(
             g,
@@ -235,13 +258,5 @@ def apply_seconds(mapper: CacheMap, tokens: int, repeats: int = REPEATS) -> floa
         )
         for g in cache.groups
     ]
-    cache = dataclasses.replace(cache, groups=tuple(groups))
     alignment = Alignment(slots[..., None], jnp.ones((1, tokens, 1)), slots)
-    run = jax.jit(lambda m, c, a: translate(m, c, a))
-    jax.block_until_ready(run(mapper, cache, alignment))
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(run(mapper, cache, alignment))
-        times.append(time.perf_counter() - started)
-    return float(np.median(times))
+    return dataclasses.replace(cache, groups=tuple(groups)), alignment

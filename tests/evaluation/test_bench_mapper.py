@@ -33,13 +33,13 @@ def test_eight_heads_store_eight_times_less_but_for_the_biases():
 
 
 def test_both_maps_fit_a_cache_of_the_shape():
-    from kvx.evaluation.bench_mapper import _cache, _straight
+    from kvx.evaluation.comparison import straight_context
     from kvx.mappers.linear import apply_linear
 
     shape = Shape(3, 2, 8, 2, inputs="both")
     for support in SUPPORTS:
         params = random_map(shape, support, np.random.default_rng(0))
-        made = apply_linear(params, _cache(shape.geometry, 5), _straight(5))
+        made = apply_linear(params, *straight_context(shape.geometry, 5))
         assert made.keys(2).shape == (1, 2, 5, 8)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(made))
 
