@@ -52,11 +52,11 @@ def mixed(a: Centred, b: Centred, share: float) -> Centred:
     )
 
 
-def of_normals(normals: Normals, entry: Entry) -> Centred:
-    """The uniform moments of an entry."""
+def of_normals(normals: Normals, entry: Entry, gram: np.ndarray | None = None) -> Centred:
+    """The uniform moments of an entry; ``gram``: of its parts, where that has been read already."""
     where, columns = (entry.target, entry.component), entry.columns
     return Centred(
-        normals.gram(entry.parts),
+        normals.gram(entry.parts) if gram is None else gram,
         normals.cross(entry.parts, *where)[:, columns],
         normals.mean(entry.parts),
         normals.output_mean(*where)[columns],

@@ -19,6 +19,7 @@ from kvx.cache.geometry import CacheGeometry
 from kvx.cache.ops import slice_slots, unrotate_keys
 from kvx.errors import KvxError
 from kvx.fitting.passages import sequences
+from kvx.fitting.reading import Probes, probes_of
 from kvx.fitting.sensitivity import check_mode, sensitivity
 from kvx.mappers.linear import aligned_rows, cache_rows
 from kvx.models.buckets import bucket_length
@@ -43,6 +44,7 @@ class PairBatch:
         weight: float32 ``[B,T]``: 1 for a token to fit, 0 for padding and tokens that nothing feeds.
         sequences: host only: index of each row's sequence in the stream; -1 for rows that only fill the batch.
         sensitivity: float32 ``[L,B,K,T,2]`` of the target's keys and values, ``None`` unless :meth:`Pairs.weighed`.
+        probes: the target's queries at 32 positions of each context, ``None`` unless :meth:`Pairs.weighed`.
     """
 
     source: KVCache
@@ -51,6 +53,7 @@ class PairBatch:
     weight: Array
     sequences: tuple[int, ...] | None = host(default=None)
     sensitivity: Array | None = None
+    probes: Probes | None = None
 
     def __repr__(self) -> str:
         batch, length = getattr(self.weight, "shape", ("?", "?"))
@@ -81,7 +84,7 @@ class Pairs:
     sensitive: Callable[[str], Callable[[Callable[[float], Any]], Iterator[PairBatch]]] | None = None
 
     def weighed(self, mode: str) -> Pairs:
-        """The same pairs, whose batches also hold sensitivities (``"probes"`` or ``"all"``).
+        """The same pairs, whose batches also hold sensitivities (``"probes"`` or ``"all"``) and queries.
 
         Raises:
             KvxError: an unknown mode, or pairs that come from no model with queries.
@@ -229,25 +232,25 @@ def read_batch(
     tokens[:, : len(prefix) + theirs.shape[1]] = np.concatenate([lead, theirs], axis=1)
     alignment = align(source, target, texts, rule=rule, length=slots - len(prefix))
     read = prefill(source, jnp.asarray(ours), keep="all")
-    whole, weights = _read_target(target, jnp.asarray(tokens), slots, len(prefix), mode)
+    whole, weights, probes = _read_target(target, jnp.asarray(tokens), slots, len(prefix), mode)
     written = slice_slots(whole, len(prefix), slots)
     real = jnp.asarray(np.arange(len(texts)) < count)[:, None]
     weight = ((alignment.pos >= 0) & real).astype(jnp.float32)
     filled = (*indices, *[-1] * (len(texts) - count))
-    return PairBatch(read, written, alignment, weight, filled, weights)
+    return PairBatch(read, written, alignment, weight, filled, weights, probes)
 
 
 def _read_target(
     target: Model, tokens: Array, slots: int, prefix: int, mode: str | None
-) -> tuple[KVCache, Array | None]:
-    """The target's cache of prefix and context, and the context's sensitivities when a mode is given."""
+) -> tuple[KVCache, Array | None, Probes | None]:
+    """The target's cache of prefix and context; when a mode is given, the context's sensitivities and probes too."""
     if mode is None:
-        return prefill(target, tokens, keep="all", capacity=slots), None
+        return prefill(target, tokens, keep="all", capacity=slots), None, None
     out = forward(target, tokens, keep="all", capacity=slots, collect_queries=True)
     positions = jnp.where(tokens >= 0, jnp.cumsum(tokens >= 0, axis=1, dtype=jnp.int32) - 1, -1)
     queries = jnp.asarray(out.queries)
     found = sensitivity(target.config, queries, positions, out.cache, mode=mode, first=prefix)
-    return out.cache, found[:, :, :, prefix:]
+    return out.cache, found[:, :, :, prefix:], probes_of(target.config, queries, positions, first=prefix)
 
 
 def _batched(found: Iterable[tuple[str, int]], size: int) -> Iterator[list[tuple[int, str, int]]]:

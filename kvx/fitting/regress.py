@@ -76,7 +76,7 @@ def regress(
     held = None if held_out is None else Normals(held_out)
     both = train if held is None else Normals(train, held)
     fitted: dict[int, Fitted] = {}
-    for parts, members in _shared(entries).items():
+    for parts, members in by_parts(entries).items():
         chosen = {i: _Choice(np.array([]), 0) for i in members}
         if held is not None:
             chosen = _choose(train, held, parts, {i: entries[i] for i in members}, ridges)
@@ -105,7 +105,7 @@ def scores(
     train, held = Normals(moments), Normals(held_out)
     outputs = _Outputs(train, held, entries)
     found: dict[int, np.ndarray] = {}
-    for parts, members in _shared(entries).items():
+    for parts, members in by_parts(entries).items():
         ours = {i: entries[i] for i in members}
         if train.width(parts) < SKETCH_FROM:
             found |= _score(train, held, parts, ours, ridge, outputs)
@@ -116,7 +116,7 @@ def scores(
     return [found[i] for i in range(len(entries))]
 
 
-def _shared(entries: Sequence[Entry]) -> dict[Parts, list[int]]:
+def by_parts(entries: Sequence[Entry]) -> dict[Parts, list[int]]:
     """Entries by what feeds them."""
     groups: dict[Parts, list[int]] = {}
     for i, entry in enumerate(entries):

@@ -146,6 +146,19 @@ def probe_positions(length: Int[Array, " B"], first: int | Array) -> Int[Array, 
     return jnp.where(new, at + jnp.asarray(first, jnp.int32), -1)
 
 
+@jax.jit
+def pick_probes(queries: Array, positions: Array, first: Array) -> tuple[Array, Array]:
+    """Queries ``[L,B,H,N,D]`` at the probes of contexts that start at position ``first``, and their positions."""
+    return _at(queries, positions, probe_positions((positions >= first).sum(axis=1, dtype=jnp.int32), first))
+
+
+def _at(queries: Array, positions: Array, probes: Array) -> tuple[Array, Array]:
+    """Queries of ``[L,B,H,U,D]`` at given positions ``[B,N]``, and these; -1 where there is none."""
+    same = positions[:, None] == probes[..., None]
+    at = jnp.where(same.any(axis=-1), probes, -1)
+    return jnp.take_along_axis(queries, jnp.argmax(same, axis=-1)[None, :, None, :, None], axis=3), at
+
+
 @functools.partial(jax.jit, static_argnames=("mode", "rope", "scale", "window", "softcap"))
 def _layer(
     queries: Array,
@@ -186,11 +199,9 @@ def _probe_sums(
     softcap: float | None,
 ) -> Array:
     """Sum over the probes of each one's sensitivities, brought to unit mass on the slots at ``first`` or later."""
-    same = positions[:, None] == probes[..., None]
-    at = jnp.where(same.any(axis=-1), probes, -1)
-    picked = jnp.take_along_axis(queries, jnp.argmax(same, axis=-1)[:, None, :, None], axis=2)
+    picked, at = _at(queries[None], positions, probes)
     settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    arrays = (picked, view.k, view.v, at, view.pos)
+    arrays = (picked[0], view.k, view.v, at, view.pos)
     found = kernel.statistics(*arrays, **settings)
     mass = kernel.masses(*arrays, *found, first=first, **settings)
     weights = jnp.where(mass > 0, 1 / _positive(mass), 0.0)

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from kvx.fitting.blocks import Block, RowBlocks
 from kvx.fitting.pairs import PairBatch, Pairs, rows_of
+from kvx.fitting.reading import HeldOutReading
 from kvx.models.progress import Hook
 
 
@@ -23,12 +24,13 @@ class Reader(abc.ABC):
 
     Attributes:
         held_out: share of the sequences on side 1. Every pass over the same pairs makes the same split.
+        reading: keeps held-out sequences on the way, for attention to read them.
         sequences: sequences read, by side.
         seconds: wall time of ``pairs`` (reading with both models) and ``moments`` (the sums).
     """
 
-    def __init__(self, rows: int, held_out: float) -> None:
-        self.held_out = held_out
+    def __init__(self, rows: int, held_out: float, reading: HeldOutReading | None = None) -> None:
+        self.held_out, self.reading = held_out, reading
         self.blocks = [RowBlocks(rows), RowBlocks(rows)]
         self.sequences = [0, 0]
         self.seconds = {"pairs": 0.0, "moments": 0.0}
@@ -80,6 +82,8 @@ class Reader(abc.ABC):
         known = batch.sequences
         numbers = np.arange(count) + sum(self.sequences) if known is None else np.array(known)
         aside = np.array([is_held_out(int(n), self.held_out) for n in numbers])
+        if self.reading is not None:
+            self.reading.add(batch, aside & (numbers >= 0))
         x, y, weight = self.rows(batch)
         weights, by_token = np.asarray(weight), np.repeat(aside, length)
         for side in (0, 1):

@@ -16,10 +16,13 @@ from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
 from kvx.fitting.pairs import PairBatch, Pairs
 from kvx.fitting.plan import Plan, widths
+from kvx.fitting.reading import Probes
 from kvx.mappers.base import Entry
 from kvx.mappers.linear import aligned_rows
 from kvx.mappers.support import head_entry, nearest_layers
 
+QUERIES = 2  # query heads that read one kv head of a toy target
+PROBES = 8  # queries of each toy context
 SOURCE = CacheGeometry((LayerGeometry(2, 4, 4, rope=RopeSpec.create(dim=4)),) * 3)
 TARGET = CacheGeometry((LayerGeometry(1, 6, 6, rope=RopeSpec.create(dim=6)),) * 2)
 
@@ -69,7 +72,7 @@ def toy_pairs(
     def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
         draw = np.random.default_rng(seed + 1)
         for n in range(batches):
-            yield _batch(source, target, truth, draw, batch_size, length, noise, dtype, n * batch_size)
+            yield _batch(source, target, truth, draw, batch_size, length, noise, dtype, n * batch_size, prefix)
             report(100.0 * (n + 1) / batches)
 
     facts: dict[str, Any] = {
@@ -181,6 +184,7 @@ def _batch(
     noise: float,
     dtype: Any,
     first: int,
+    prefix: int,
 ) -> PairBatch:
     """One batch: the alignment reads the source in its own order, one slot a token."""
     length = slots - slots // 8
@@ -200,14 +204,18 @@ def _batch(
         split = layer.kv_heads * layer.key_dim
         for rows, width, side in ((y[..., :split], layer.key_dim, keys), (y[..., split:], layer.value_dim, values)):
             side.append(jnp.asarray(rows.reshape(batch, slots, layer.kv_heads, width).swapaxes(1, 2), dtype))
-    written = from_arrays(keys, values, jnp.asarray(pos), target)
+    written = from_arrays(keys, values, jnp.asarray(np.where(pos >= 0, pos + prefix, -1)), target)
     return PairBatch(cache, written, alignment, jnp.asarray(real, jnp.float32), tuple(range(first, first + batch)))
 
 
 def _weigh(batch: PairBatch, target: CacheGeometry) -> PairBatch:
-    """The batch with random sensitivities: a few tokens count for most, as in real attention."""
+    """The batch with random sensitivities (a few tokens count for most, as in real attention) and random queries."""
     rng = np.random.default_rng((batch.sequences or (0,))[0])
     shape = (target.num_layers, len(batch.weight), target.layers[0].kv_heads, batch.weight.shape[1], 2)
     drawn = rng.lognormal(sigma=1.5, size=shape) * np.asarray(batch.weight)[None, :, None, :, None]
     mean = drawn.sum(axis=3, keepdims=True) / np.asarray(batch.weight).sum(axis=1)[None, :, None, None, None]
-    return dataclasses.replace(batch, sensitivity=jnp.asarray(drawn / mean, jnp.float32))
+    heads, width = shape[2] * QUERIES, target.layers[0].key_dim
+    queries = jnp.asarray(2 * rng.normal(size=(shape[0], shape[1], heads, PROBES, width)), jnp.float32)
+    last = batch.target.next_position()[:, None] - 1
+    probes = Probes(queries, jnp.maximum(last - jnp.arange(PROBES)[None], 0), width**-0.5)
+    return dataclasses.replace(batch, sensitivity=jnp.asarray(drawn / mean, jnp.float32), probes=probes)

@@ -11,12 +11,14 @@ import jax
 import numpy as np
 
 from kvx.errors import KvxError
-from kvx.fitting.mixture import Centred, alpha_of, mixed, of_normals, of_sums
+from kvx.fitting.choice import choose, system_of, weighted_moments
+from kvx.fitting.mixture import Centred, alpha_of, mixed, of_normals
 from kvx.fitting.moments import Moments
-from kvx.fitting.normal import EPS32, Normals
+from kvx.fitting.normal import Normals
 from kvx.fitting.pairs import Pairs
-from kvx.fitting.regress import explained
-from kvx.fitting.solve import Solution, System, prepare
+from kvx.fitting.reading import HeldOutReading
+from kvx.fitting.regress import by_parts, explained
+from kvx.fitting.solve import Solution
 from kvx.fitting.weighted_sums import WeightedPass
 from kvx.mappers.base import Entry, EntryReport, Fitted
 from kvx.models.progress import Hook, reporting
@@ -28,7 +30,7 @@ class Weighing:
 
     Attributes:
         mode: of the sensitivities.
-        fit: they weigh the rows of the fit; choose: they weigh the held-out rows that choose the ridge.
+        fit: they weigh the rows of the fit; choose: held-out attention output chooses the ridge.
     """
 
     mode: str
@@ -65,7 +67,8 @@ def fit_weighed(
 ) -> Weighed:
     """Fit a method with weights ``w = 1 + alpha (r - 1)``, r the sensitivities of each entry's own heads.
 
-    The support, and with ``select="r2"`` the ridge, are those of the uniform fit. The second pass sums the weighted
+    The support, and with ``select="r2"`` the ridge, are those of the uniform fit; ``select="attention"`` moves it to
+    where held-out attention output comes closest (:func:`kvx.fitting.choice.choose`). The second pass sums the weighted
     moments ``M_r`` of that support only; the solve uses ``M_w = (1 - alpha) M_1 + (alpha / mean r) M_r``.
 
     Args:
@@ -88,52 +91,41 @@ def fit_weighed(
         first = told.regress(held, support.entries, method.ridges)
     uniform = [Normals(moments)] if held is None else [Normals(moments), Normals(held)]
     whole = Normals(*uniform)
-    sides = [0] * weighing.fit + [1] * weighing.choose
+    reading = HeldOutReading(pairs.prefix) if weighing.choose else None
+    sides = [0] * weighing.fit + [1] * (weighing.fit and weighing.choose)
     solving = time.perf_counter() - started
     started = time.perf_counter()
-    gathered = WeightedPass(moments.plan, support.entries, whole, rows=rows, held_out=held_out, sides=sides)
+    gathered = WeightedPass(
+        moments.plan, support.entries, whole, rows=rows, held_out=held_out, sides=sides, reading=reading
+    )
     with reporting(progress, "weighing pairs", "percent") as report:
         gathered.read(pairs.weighed(weighing.mode), report)
     seconds = {"weighted": time.perf_counter() - started}
     started = time.perf_counter()
-    solved = []
+    if reading is not None:
+        with reporting(progress, "choosing", "entries") as report:
+            first = choose(reading, uniform[0], gathered, first, sorted(method.ridges), report)
+    solved: dict[int, Fitted] = {}
     with reporting(progress, "solving", "entries") as report:
-        for i, entry in enumerate(support.entries):
-            solved.append(_entry(uniform[0], whole, gathered, i, first[i], sorted(method.ridges), weighing))
-            report(entry.name, i + 1, len(support.entries))
-    params = jax.block_until_ready(support.finish(solved))
+        for parts, members in by_parts(support.entries).items():
+            gram = whole.gram(parts)
+            for i in members:
+                solved[i] = _entry(whole, gathered, i, first[i], gram)
+                report(support.entries[i].name, len(solved), len(support.entries))
+    params = jax.block_until_ready(support.finish([solved[i] for i in range(len(solved))]))
     seconds["solve"] = solving + time.perf_counter() - started
     return Weighed(params, seconds, gathered.bytes)
 
 
-def _entry(
-    train: Normals,
-    whole: Normals,
-    gathered: WeightedPass,
-    at: int,
-    first: Fitted,
-    ridges: Sequence[float],
-    weighing: Weighing,
-) -> Fitted:
-    """Choose the ridge of one entry if that is asked for, and solve it on all rows."""
-    entry, sides = gathered.entries[at], gathered.sums(at)
-    frame, outputs = gathered.frames[entry.parts], gathered.outputs[at]
-    weighted = [None if sums is None else of_sums(frame, outputs, sums) for sums in sides]
-    ridge, attention = first.report.ridge, np.array([])
-    if weighing.choose and weighted[1] is not None:
-        system = of_normals(train, entry)
-        if weighted[0] is not None:
-            system = mixed(system, weighted[0], alpha_of(weighted[0], gathered.counts[0]))
-        ridge, attention = _choose(system, weighted[1], ridges, ridge, entry)
-    even, joined, count = of_normals(whole, entry), _joined(weighted) if weighing.fit else None, sum(gathered.counts)
+def _entry(whole: Normals, gathered: WeightedPass, at: int, first: Fitted, gram: np.ndarray) -> Fitted:
+    """Solve one entry on all rows, with the ridge of its first fit; ``gram``: of its parts, counted evenly."""
+    entry, sides = gathered.entries[at], weighted_moments(gathered, at)
+    even, joined, count = of_normals(whole, entry, gram), _joined(sides), sum(gathered.counts)
     alpha = 0.0 if joined is None else alpha_of(joined, count)
     used = even if joined is None else mixed(even, joined, alpha)
     rows = count / (1 + alpha**2 * (0.0 if joined is None else joined.variation(count)))
-    solution = _system(used, entry).factor(ridge).solve(used.cross, where=entry.name)
-    report = dataclasses.replace(
-        first.report, alpha=alpha, effective_rows=rows, attention_held_out=tuple(map(float, attention))
-    )
-    return _finish(entry, even, used, solution, report)
+    solution = system_of(used, entry).factor(first.report.ridge).solve(used.cross, where=entry.name)
+    return _finish(entry, even, used, solution, dataclasses.replace(first.report, alpha=alpha, effective_rows=rows))
 
 
 def _joined(sides: Sequence[Centred | None]) -> Centred | None:
@@ -143,29 +135,6 @@ def _joined(sides: Sequence[Centred | None]) -> Centred | None:
         return parts[0] if parts else None
     a, b = parts
     return mixed(a, b, b.weight / (a.weight + b.weight))
-
-
-def _system(moments: Centred, entry: Entry) -> System:
-    return prepare(moments.gram, floor=(8 * EPS32 * moments.x_mean) ** 2, where=entry.name)
-
-
-def _choose(
-    fitted: Centred, held: Centred, ridges: Sequence[float], start: float, entry: Entry
-) -> tuple[float, np.ndarray]:
-    """The ridge with the smallest weighted held-out error, searched from the given one, and its score per head."""
-    system, heads = _system(fitted, entry), entry.heads[1] - entry.heads[0]
-    shift = held.x_mean - fitted.x_mean
-    offset = held.y_mean - fitted.y_mean
-    scores: dict[int, np.ndarray] = {}
-    following = [int(np.argmin([abs(np.log((r + 1e-30) / (start + 1e-30))) for r in ridges]))]
-    while following:
-        at = following[0]
-        w = system.factor(ridges[at]).solve(fitted.cross, where=entry.name).coefficients
-        error = held.variance + np.einsum("pq,pq->q", w, held.gram @ w - 2 * held.cross) + (offset - shift @ w) ** 2
-        scores[at] = explained(error, held.variance, heads)
-        best = max(scores, key=lambda n: scores[n].mean())
-        following = [n for n in (best - 1, best + 1) if 0 <= n < len(ridges) and n not in scores]
-    return ridges[best], scores[best]
 
 
 def _finish(entry: Entry, even: Centred, used: Centred, solution: Solution, report: EntryReport) -> Fitted:

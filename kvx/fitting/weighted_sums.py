@@ -18,6 +18,7 @@ from kvx.fitting.moments import HIGHEST, whitening
 from kvx.fitting.normal import Normals
 from kvx.fitting.pairs import PairBatch, rows_of
 from kvx.fitting.plan import Plan
+from kvx.fitting.reading import HeldOutReading
 from kvx.fitting.sensitivity import as_columns
 from kvx.fitting.stream import Reader
 from kvx.mappers.base import Entry
@@ -82,9 +83,10 @@ class WeightedPass(Reader):
         rows: int,
         held_out: float,
         sides: Sequence[int],
+        reading: HeldOutReading | None = None,
     ) -> None:
         """For an accumulation on the given sides (0 fitted, 1 held out); without side 1 all rows go to side 0."""
-        super().__init__(rows, held_out)
+        super().__init__(rows, held_out, reading)
         self.plan, self.entries, self.sides = plan, list(entries), tuple(sides)
         self.frames = {parts: _frame(plan, uniform, parts) for parts in dict.fromkeys(e.parts for e in entries)}
         self.outputs = [_outputs(plan, uniform, entry) for entry in entries]

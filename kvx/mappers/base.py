@@ -224,8 +224,8 @@ class EntryReport:
         source_heads: ``(source layer, head)`` blocks it reads; empty: all heads of its source layers.
         alpha: share of the sensitivities in the rows' weights, 0 for uniform ones, ``None`` where none were gathered;
             effective_rows: Kish's sample size under these weights.
-        attention_held_out: as ``r2_held_out``, of the chosen fit on rows weighted by sensitivity, per head; empty
-            unless that chose the ridge.
+        attention_held_out: explained variance of held-out attention output with the chosen keys and values, per head;
+            empty unless that chose the ridge.
     """
 
     target: int

@@ -37,7 +37,7 @@ class FullHead:
         choice: ``"nearest"`` in depth, or ``"best"`` by held-out explained variance.
         ridges: candidates; with several, each target layer and component takes the best on held-out rows.
         sensitivity: which sensitivities weigh the rows (``"probes"``, ``"all"``), ``None`` for uniform weights.
-        select: the best ridge is that of ``"r2"``, or of ``"attention"``: with held-out rows weighted by sensitivity.
+        select: the best ridge is that of held-out ``"r2"``, or of held-out ``"attention"`` output.
     """
 
     layers: int | str = 7
@@ -123,8 +123,9 @@ def full_head(
         sensitivity: weigh each row by how strongly an error in its key or value moves the attention outputs of later
             queries (mean over the layer's heads), as far as enough effective rows remain; measured at 32 ``"probes"``
             (also ``True``) or with ``"all"`` queries. Needs a second pass over the pairs.
-        select: what chooses among several ridges: held-out ``"r2"``, or ``"attention"``: the held-out error weighted by
-            sensitivity, a proxy of the error of attention outputs (a second pass as well).
+        select: what chooses among several ridges: held-out ``"r2"``, or held-out ``"attention"`` output: what the
+            target's queries read from the predicted keys and values, against what they read natively (a second pass as
+            well).
 
     Returns:
         The method; fit it with :func:`kvx.fit`.
@@ -144,5 +145,6 @@ def full_head(
 
     Reference: Heo et al., arXiv 2608.03893 (``inputs="same"``, ``choice="best"``).
     """
-    ridges, mode = check_settings(layers, inputs, choice, ridge), check_weighing(sensitivity, select)
+    ridges = check_settings(layers, inputs, choice, ridge)
+    mode = check_weighing(sensitivity, select, ridges)
     return FullHead(layers, inputs, choice, ridges, mode, select)

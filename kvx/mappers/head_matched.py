@@ -164,5 +164,5 @@ def head_matched(
     check_choice("heads", heads, ("learned", "index"))
     if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         raise KvxError(f"budget is {budget!r}; expected a whole number of bytes above 0, or None for no limit.")
-    mode = check_weighing(sensitivity, select)
+    mode = check_weighing(sensitivity, select, ridges)
     return HeadMatched(layers, inputs, heads, choice, ridges, budget, mode, select)

@@ -97,16 +97,20 @@ def check_settings(layers: Any, inputs: str, choice: str, ridge: float | tuple[f
     return tuple(float(r) for r in ridges)
 
 
-def check_weighing(sensitivity: bool | str | None, select: str) -> str | None:
+def check_weighing(sensitivity: bool | str | None, select: str, ridges: Sequence[float]) -> str | None:
     """Mode of the sensitivities, ``None`` for uniform weights (``True`` means ``"probes"``).
 
     Raises:
-        KvxError: naming the setting that is out of range.
+        KvxError: naming the setting that is out of range, or nothing to select.
     """
     mode = "probes" if sensitivity is True else sensitivity or None
     if mode not in (None, "probes", "all"):
         raise KvxError(f"sensitivity is {sensitivity!r}; expected False, 'probes' (or True) or 'all'.")
     check_choice("select", select, ("r2", "attention"))
+    if select == "attention" and len(ridges) < 2:
+        raise KvxError(
+            f"select='attention' chooses among ridges, but ridge is {ridges[0]}; give ridge=None or a tuple."
+        )
     return mode
 
 

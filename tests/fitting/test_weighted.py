@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 
 import kvx
+from kvx.cache.rope import rotate
 from kvx.errors import KvxError
+from kvx.fitting import reading as reading_module
 from kvx.fitting.mixture import Centred, mixed, shrinkage
 from kvx.fitting.pairs import rows_of
+from kvx.fitting.reading import HeldOutReading, Predicted
 from kvx.fitting.stream import is_held_out
 from kvx.fitting.synthetic import SOURCE, TARGET, toy_pairs
 from kvx.mappers import full_head
 from kvx.mappers.base import Entry, Support
+from kvx.mappers.linear import aligned_rows
 
 TWO_HEADS = dataclasses.replace(TARGET, layers=(dataclasses.replace(TARGET.layers[0], kv_heads=2),) * 2)
 NOISY = {"reads": 3, "noise": 1.0, "batches": 3}
@@ -145,38 +149,106 @@ def test_mixtures_are_those_of_all_rows() -> None:
         np.testing.assert_allclose(getattr(got, name), getattr(wanted, name), rtol=1e-10)
 
 
+def read_natively_and_predicted(batch, rows, prefix, layer, sides):
+    """Attention outputs of the probes, by hand: native, and with predicted keys and values of one kv head."""
+    theirs, ours = [], []
+    queries, positions = np.asarray(batch.probes.queries[layer], np.float64), np.asarray(batch.probes.positions)
+    rope, head_prefix = TARGET.layers[layer].rope, prefix.layer(layer)
+    for row in rows:
+        native = batch.target.layer(layer)
+        for found, (k, v) in ((theirs, (native.k[row, 0], native.v[row, 0])), (ours, sides(row))):
+            k, v = (
+                jnp.concatenate([p[0, 0], jnp.asarray(a, jnp.float32)])
+                for p, a in zip((head_prefix.k, head_prefix.v), (k, v), strict=True)
+            )
+            pos = np.concatenate([np.asarray(head_prefix.pos[0, 0]), np.asarray(native.pos[row, 0])])
+            k = np.asarray(rotate(k[None, None], jnp.asarray(pos)[None, None], rope)[0, 0], np.float64)
+            for head in range(queries.shape[1]):
+                for n, at in enumerate(positions[row]):
+                    seen = (pos >= 0) & (pos <= at)
+                    score = np.where(seen, k @ queries[row, head, n] / np.sqrt(6), -np.inf)
+                    weights = np.exp(score - score.max())
+                    found.append((weights / weights.sum()) @ np.asarray(v, np.float64))
+    return np.array(theirs), np.array(ours)
+
+
 @pytest.mark.parametrize("weigh", [False, "probes"])
-def test_choice_by_attention_minimises_the_weighted_held_out_error(weigh) -> None:
+def test_choice_by_attention_is_the_best_held_out_attention_output(weigh) -> None:
     pairs = toy_pairs(SOURCE, TARGET, **NOISY)
-    ridges = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    ridges = (1e-3, 3e-2, 1.0, 10.0)
     method = full_head(layers=1, ridge=ridges, sensitivity=weigh, select="attention")
     mapper, report = kvx.fit(method, pairs, progress=False)
     x, y, r, held = table(pairs)
-    for at, (layer, component, columns) in enumerate(((0, 0, slice(0, 6)), (0, 1, slice(6, 12)))):
-        weights, inputs, outputs = r[:, layer, 0, component], x[:, :16], y[:, columns]
-        own = weights[~held]
-        alpha = alpha_by_hand(own, 16) if weigh else 0.0
-        scores = []
-        for ridge in ridges:
-            w, mu, nu = ridge_fit(inputs[~held], outputs[~held], 1 + alpha * (own / own.mean() - 1), ridge)
-            share = weights[held] / weights[held].sum()
-            error = share @ (outputs[held] - nu - (inputs[held] - mu) @ w) ** 2
-            scores.append(1 - error.sum() / (share @ (outputs[held] - share @ outputs[held]) ** 2).sum())
-        entry = report.entries[at]
-        assert entry.ridge == ridges[int(np.argmax(scores))]
-        assert entry.attention_held_out[0] == pytest.approx(max(scores), abs=1e-4)
+    batches = [(b, [n for n, s in enumerate(b.sequences) if is_held_out(s, 0.1)]) for b in pairs.weighed("probes")]
+
+    def fitted(component: int, ridge: float, rows: np.ndarray):
+        weights = r[rows, 0, 0, component]
         alpha = alpha_by_hand(weights, 16) if weigh else 0.0
+        w, mu, nu = ridge_fit(
+            x[rows, :16], y[rows, 6 * component : 6 * component + 6], 1 + alpha * (weights / weights.mean() - 1), ridge
+        )
+        return alpha, w, mu, nu
+
+    def score(ridge_of_keys: float, ridge_of_values: float) -> float:
+        maps = [fitted(c, ridge, ~held)[1:] for c, ridge in enumerate((ridge_of_keys, ridge_of_values))]
+        outputs = []
+        for batch, rows in batches:
+            features = np.asarray(aligned_rows(batch.source, batch.alignment), np.float64)[..., :16]
+            sides = lambda row: [nu + (features[row] - mu) @ w for w, mu, nu in maps]  # noqa: B023, E731
+            if rows:
+                outputs.append(read_natively_and_predicted(batch, rows, pairs.prefix, 0, sides))
+        theirs, ours = (np.concatenate(part) for part in zip(*outputs, strict=True))
+        return 1 - ((ours - theirs) ** 2).sum() / ((theirs - theirs.mean(axis=0)) ** 2).sum()
+
+    scores = {(a, b): score(a, b) for a in ridges for b in ridges}
+    best = max(scores, key=lambda pair: scores[pair])
+    assert max(scores.values()) - min(scores.values()) > 0.05
+    for component in (0, 1):
+        entry = report.entries[component]
+        assert entry.ridge == best[component]
+        assert entry.attention_held_out[0] == pytest.approx(scores[best], abs=1e-4)
+        alpha, wanted, _, _ = fitted(component, entry.ridge, np.ones(len(x), bool))
         assert entry.alpha == pytest.approx(alpha, rel=1e-4)
-        wanted, _, _ = ridge_fit(inputs, outputs, 1 + alpha * (weights / weights.mean() - 1), entry.ridge)
         block = (mapper.params.keys, mapper.params.values)[component][0]
-        np.testing.assert_allclose(block.coefficients[layer, 0].reshape(16, 6), wanted, atol=2e-5)
+        np.testing.assert_allclose(block.coefficients[0, 0].reshape(16, 6), wanted, atol=2e-5)
+
+
+def test_attention_sees_what_explained_variance_does_not() -> None:
+    """Noise where no query looks costs explained variance; only noise that is read costs attention output."""
+    pairs = toy_pairs(SOURCE, TARGET, batches=2)
+    batch = next(iter(pairs.weighed("probes")))
+    reading = HeldOutReading(pairs.prefix)
+    reading.add(batch, np.array([True, False, True, False]))
+    whole = np.asarray(batch.target.values(0), np.float32)[[0, 2], 0]
+    assert reading.explained(0, (0, 1), [Predicted(1, (0, 1), [whole])])[0] == pytest.approx(1.0, abs=1e-6)
+    weights = []
+    for scale in (0.0, 1.0):
+        moved = whole.copy()
+        moved[:, 3] += scale * 5.0
+        weights.append(reading.explained(0, (0, 1), [Predicted(1, (0, 1), [moved])])[0])
+    assert weights[0] == pytest.approx(1.0, abs=1e-6) and weights[1] < 0.999
+    hidden = whole.copy()
+    hidden[:, 14:] = 1e6  # padding: never read
+    assert reading.explained(0, (0, 1), [Predicted(1, (0, 1), [hidden])])[0] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_held_out_sequences_are_kept_up_to_a_limit(monkeypatch) -> None:
+    pairs = toy_pairs(SOURCE, TARGET, batches=3)
+    monkeypatch.setattr(reading_module, "SEQUENCES", 6)
+    reading = HeldOutReading(pairs.prefix)
+    for batch in pairs.weighed("probes"):
+        reading.add(batch, np.ones(4, bool))
+    assert [len(kept.features) for kept in reading.kept] == [4, 2]
+    with pytest.raises(KvxError, match="hold no queries"):
+        reading.add(next(iter(pairs)), np.ones(4, bool))
 
 
 def test_choosing_by_attention_needs_held_out_rows_and_several_ridges() -> None:
     with pytest.raises(KvxError, match="held-out"):
         kvx.fit(full_head(layers=1, select="attention"), toy_pairs(), held_out=0.0, progress=False)
-    _, report = kvx.fit(full_head(layers=1, ridge=0.1, select="attention"), toy_pairs(), progress=False)
-    assert "weighted" not in report.seconds and report.entries[0].alpha is None
+    for make in (full_head, kvx.mappers.head_matched):
+        with pytest.raises(KvxError, match="chooses among ridges, but ridge is 0.1"):
+            make(layers=1, ridge=0.1, select="attention")
 
 
 def test_padding_is_never_read() -> None:
