@@ -1,6 +1,6 @@
 """The tables behind the contract tests: every law in ``tests/contract`` runs over every row.
 
-A new mapper, model family or kind of cache is one row here.
+A new mapper, model family, kind of cache or kernel is one row here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
 from kvx.mappers import CacheMap, full_head, head_matched
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
+from pallas_kernels.apply import Linear
+from pallas_kernels.apply import apply as kernel_apply
+from pallas_kernels.moments import moments as kernel_moments
+from pallas_kernels.sensitivity import sensitivity as kernel_sensitivity
+from pallas_kernels.sensitivity import statistics as kernel_statistics
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -167,4 +172,76 @@ MAPPERS: dict[str, MapperCase] = {
     ),
     "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
     "chain": MapperCase(_chained, exact=False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCase:
+    """One op of ``pallas_kernels`` on a small problem.
+
+    Attributes:
+        run: of arrays, and ``implementation=``.
+        arrays: makes float arrays (which gradients are taken of), the others, and the float arrays with NaN wherever
+            nothing may be read.
+    """
+
+    run: Callable[..., Any]
+    arrays: Callable[[], tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]]
+
+
+def _moments_arrays() -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(3, 20, 8)), rng.normal(size=(2, 20, 5))
+    weight = np.where(np.arange(20) % 4 == 3, 0.0, rng.uniform(0.5, 2, (2, 20)))
+    rest = weight, rng.normal(size=(3, 8)), rng.normal(size=(2, 5))
+    hole = weight[0] == 0
+    poisoned = np.where(hole[None, :, None], np.nan, x), np.where(hole[None, :, None], np.nan, y), *rest
+    gather = jnp.array([[0, 2], [1, 0]], jnp.int32)
+    return _float32((x, y, *rest)), (gather,), _float32(poisoned)
+
+
+def _sensitivity_arrays() -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(size=(1, heads, n, 8)) for heads, n in ((4, 5), (2, 12), (2, 12)))
+    at, slots = jnp.array([[3, 5, 7, 9, -1]], jnp.int32), jnp.array([[[*range(10), -1, -1]]], jnp.int32)
+    lse, o = kernel_statistics(*_float32((q, k, v)), at, slots, scale=0.3)
+    rest = np.asarray(lse), np.asarray(o), rng.uniform(0.5, 1, (1, 2, 5, 2))
+    hole = (np.asarray(slots) < 0)[..., None]
+    poisoned = np.where((np.asarray(at) < 0)[:, None, :, None], np.nan, q), *(np.where(hole, np.nan, a) for a in (k, v))
+    return _float32((q, k, v, *rest)), (at, slots), _float32((*poisoned, *rest))
+
+
+def _apply_arrays() -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    rng = np.random.default_rng(2)
+    keys, values = rng.normal(size=(2, 4, 9, 8))
+    w, bias = rng.normal(size=(2, 2, 2, 32, 8)), rng.normal(size=(2, 2, 2, 8))
+    index = np.minimum(np.arange(7)[:, None] + np.arange(2), 7)  # slot 8 feeds nothing
+    weight = np.where(np.arange(7)[:, None] == 3, 0.0, rng.uniform(0.5, 1, (7, 2)))
+    rest = weight, *w, *bias
+    poisoned = (np.where((np.arange(9) == 8)[:, None], np.nan, a) for a in (keys, values))
+    gather = jnp.asarray(rng.integers(0, 4, (2, 2, 2)), jnp.int32)
+    return _float32((keys, values, *rest)), (jnp.asarray(index, jnp.int32), gather), _float32((*poisoned, *rest))
+
+
+def _apply(keys, values, weight, w_k, w_v, b_k, b_v, index, gather, *, implementation=None):  # type: ignore[no-untyped-def]
+    maps = Linear(gather, w_k, b_k), Linear(gather, w_v, b_v)
+    return kernel_apply(keys, values, index, weight, *maps, implementation=implementation)
+
+
+def _moments(x, y, weight, x_mean, y_mean, gather, *, implementation=None):  # type: ignore[no-untyped-def]
+    return kernel_moments(x, y, gather, weight, x_mean, y_mean, implementation=implementation)
+
+
+def _sensitivity(q, k, v, lse, o, weights, at, slots, *, implementation=None):  # type: ignore[no-untyped-def]
+    return kernel_sensitivity(q, k, v, at, slots, lse, o, weights, scale=0.3, implementation=implementation)
+
+
+def _float32(arrays: Any) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(a, jnp.float32) for a in arrays)
+
+
+KERNELS: dict[str, KernelCase] = {
+    "moments": KernelCase(_moments, _moments_arrays),
+    "sensitivity": KernelCase(_sensitivity, _sensitivity_arrays),
+    "apply": KernelCase(_apply, _apply_arrays),
 }
