@@ -17,11 +17,13 @@ from kvx.fitting.moments import Moments
 from kvx.fitting.normal import Normals
 from kvx.fitting.pairs import Pairs
 from kvx.fitting.reading import HeldOutReading
-from kvx.fitting.regress import by_parts, explained
+from kvx.fitting.regress import Report, by_parts, explained
 from kvx.fitting.solve import Solution
-from kvx.fitting.weighted_sums import WeightedPass
+from kvx.fitting.weighted_sums import WeightedPass, bytes_of
 from kvx.mappers.base import Entry, EntryReport, Fitted
 from kvx.models.progress import Hook, reporting
+
+SUMS_BYTES = 4 << 30  # of weighted sums that are gathered in one pass over the pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,8 @@ def fit_weighed(
 
     The support, and with ``select="r2"`` the ridge, are those of the uniform fit; ``select="attention"`` moves it to
     where held-out attention output comes closest (:func:`kvx.fitting.choice.choose`). The second pass sums the weighted
-    moments ``M_r`` of that support only; the solve uses ``M_w = (1 - alpha) M_1 + (alpha / mean r) M_r``.
+    moments ``M_r`` of that support only; the solve uses ``M_w = (1 - alpha) M_1 + (alpha / mean r) M_r``. Sums of more
+    than 4 GiB are gathered in several passes, some target layers each.
 
     Args:
         method: with ``support``, ``ridges`` (see :class:`kvx.mappers.base.Support`).
@@ -93,28 +96,56 @@ def fit_weighed(
     whole = Normals(*uniform)
     reading = HeldOutReading(pairs.prefix) if weighing.choose else None
     sides = [0] * weighing.fit + [1] * (weighing.fit and weighing.choose)
-    solving = time.perf_counter() - started
-    started = time.perf_counter()
-    gathered = WeightedPass(
-        moments.plan, support.entries, whole, rows=rows, held_out=held_out, sides=sides, reading=reading
-    )
-    with reporting(progress, "weighing pairs", "percent") as report:
-        gathered.read(pairs.weighed(weighing.mode), report)
-    seconds = {"weighted": time.perf_counter() - started}
-    started = time.perf_counter()
-    if reading is not None:
-        with reporting(progress, "choosing", "entries") as report:
-            first = choose(reading, uniform[0], gathered, first, sorted(method.ridges), report)
+    seconds, most = {"weighted": 0.0, "solve": time.perf_counter() - started}, 0
     solved: dict[int, Fitted] = {}
-    with reporting(progress, "solving", "entries") as report:
-        for parts, members in by_parts(support.entries).items():
-            gram = whole.gram(parts)
-            for i in members:
-                solved[i] = _entry(whole, gathered, i, first[i], gram)
-                report(support.entries[i].name, len(solved), len(support.entries))
+    portions = _portions(support.entries, len(sides))
+    for n, members in enumerate(portions):
+        started = time.perf_counter()
+        own = [support.entries[i] for i in members]
+        keep = reading if n == 0 else None
+        gathered = WeightedPass(moments.plan, own, whole, rows=rows, held_out=held_out, sides=sides, reading=keep)
+        part = f" ({n + 1} of {len(portions)})" if len(portions) > 1 else ""
+        with reporting(progress, f"weighing pairs{part}", "percent") as report:
+            gathered.read(pairs.weighed(weighing.mode), report)
+        seconds["weighted"] += time.perf_counter() - started
+        started, most = time.perf_counter(), max(most, gathered.bytes)
+        before = [first[i] for i in members]
+        if reading is not None:
+            with reporting(progress, f"choosing{part}", "entries") as report:
+                before = choose(reading, uniform[0], gathered, before, sorted(method.ridges), report)
+        with reporting(progress, f"solving{part}", "entries") as report:
+            solved |= zip(members, _solved(whole, gathered, before, report), strict=True)
+        seconds["solve"] += time.perf_counter() - started
     params = jax.block_until_ready(support.finish([solved[i] for i in range(len(solved))]))
-    seconds["solve"] = solving + time.perf_counter() - started
-    return Weighed(params, seconds, gathered.bytes)
+    return Weighed(params, seconds, most)
+
+
+def _portions(entries: Sequence[Entry], sides: int) -> list[list[int]]:
+    """Numbers of the entries that are summed in one pass: as many target layers as the limit allows, at least one."""
+    layers: dict[int, list[int]] = {}
+    for i, entry in enumerate(entries):
+        layers.setdefault(entry.target, []).append(i)
+    found: list[list[int]] = []
+    left = 0
+    for members in layers.values():
+        size = sides * sum(bytes_of(entries[i]) for i in members)
+        if not found or size > left:
+            found.append([])
+            left = SUMS_BYTES
+        found[-1] += members
+        left -= size
+    return found
+
+
+def _solved(whole: Normals, gathered: WeightedPass, first: Sequence[Fitted], report: Report) -> list[Fitted]:
+    """Every entry of a pass, solved on all rows; those that read the same parts share what was read of them."""
+    found: dict[int, Fitted] = {}
+    for parts, members in by_parts(gathered.entries).items():
+        gram = whole.gram(parts)
+        for i in members:
+            found[i] = _entry(whole, gathered, i, first[i], gram)
+            report(gathered.entries[i].name, len(found), len(first))
+    return [found[i] for i in range(len(found))]
 
 
 def _entry(whole: Normals, gathered: WeightedPass, at: int, first: Fitted, gram: np.ndarray) -> Fitted:

@@ -157,6 +157,19 @@ class WeightedPass(Reader):
         return HeadSums.zeros(pooled(parts, blocks), groups, members, self.sides)
 
 
+def bytes_of(entry: Entry) -> int:
+    """Size of an entry's sums on one side.
+
+    Example:
+        >>> from kvx.fitting.weighted_sums import bytes_of
+        >>> from kvx.mappers.base import Entry
+        >>> bytes_of(Entry(0, 0, (0, 1), 4, ((0, 0, 8),)))  # of 8 x 8 + 8 x 4 + 8 + 4 + 4 + 2 numbers, two each
+        912
+    """
+    width, outputs = sum(stop - first for _, first, stop in entry.parts), entry.columns.stop - entry.columns.start
+    return 8 * (2 + width * (width + outputs + 1) + 2 * outputs)
+
+
 def _frame(plan: Plan, uniform: Normals, parts: tuple[tuple[int, int, int], ...]) -> Frame:
     white = tuple(jnp.asarray(whitening(uniform.gram((part,)))) for part in parts)
     starts = [plan.x_starts[layer] + first for layer, first, _ in parts]

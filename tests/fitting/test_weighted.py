@@ -13,11 +13,13 @@ import kvx
 from kvx.cache.rope import rotate
 from kvx.errors import KvxError
 from kvx.fitting import reading as reading_module
+from kvx.fitting import weighted
 from kvx.fitting.mixture import Centred, mixed, shrinkage
 from kvx.fitting.pairs import rows_of
 from kvx.fitting.reading import HeldOutReading, Predicted
 from kvx.fitting.stream import is_held_out
 from kvx.fitting.synthetic import SOURCE, TARGET, toy_pairs
+from kvx.fitting.weighted_sums import WeightedPass, bytes_of
 from kvx.mappers import full_head
 from kvx.mappers.base import Entry, Support
 from kvx.mappers.linear import aligned_rows
@@ -249,6 +251,22 @@ def test_choosing_by_attention_needs_held_out_rows_and_several_ridges() -> None:
     for make in (full_head, kvx.mappers.head_matched):
         with pytest.raises(KvxError, match="chooses among ridges, but ridge is 0.1"):
             make(layers=1, ridge=0.1, select="attention")
+
+
+@pytest.mark.parametrize("select", ["r2", "attention"])
+def test_sums_beyond_the_limit_take_further_passes_and_change_nothing(monkeypatch, select) -> None:
+    pairs = toy_pairs(SOURCE, TWO_HEADS, **NOISY)
+    method = full_head(layers=2, ridge=(1e-3, 1e-1), sensitivity=True, select=select)
+    wanted, whole = kvx.fit(method, pairs, progress=False)
+    monkeypatch.setattr(weighted, "SUMS_BYTES", 1)
+    passes: list[WeightedPass] = []
+    monkeypatch.setattr(weighted, "WeightedPass", lambda *a, **k: passes.append(WeightedPass(*a, **k)) or passes[-1])
+    got, report = kvx.fit(method, pairs, progress=False)
+    assert [[entry.target for entry in made.entries] for made in passes] == [[0, 0], [1, 1]]
+    for made in passes:
+        assert made.bytes == len(made.sides) * sum(map(bytes_of, made.entries))
+    jax.tree.map(np.testing.assert_array_equal, got.params, wanted.params)
+    assert report.entries == whole.entries
 
 
 def test_padding_is_never_read() -> None:
