@@ -103,7 +103,7 @@ def train(
         >>> report.steps, report.examples, translator.method.width
         (2, 4, 4)
 
-    Reference: METHODS of the residual, :func:`kvx.translators.residual`; Loshchilov and Hutter, arXiv 1711.05101.
+    Reference: gradients through the frozen target's reading of a suffix, as in Mixture-of-Translators, arXiv 2607.28979.
     """
     loss = check_loss(loss or data.loss)
     _check(data, loss, steps, batch_size, accumulate, compute, evaluate_every, ema)
