@@ -19,7 +19,8 @@ from kvx.cache.join import select_batch
 from kvx.fitting.batch import Suffix
 from kvx.fitting.data import Place, Shape
 from kvx.fitting.examples import SuffixTokens
-from kvx.fitting.loss import suffix_hidden, token_nats
+from kvx.fitting.head import token_nats
+from kvx.fitting.loss import suffix_hidden
 from kvx.fitting.store import Table
 from kvx.models.model import Model
 
@@ -96,7 +97,7 @@ def _padded(tokens: list[SuffixTokens], shape: Shape) -> Suffix:
 def _measured(target: Model, suffix: Suffix, own: KVCache, other: KVCache, bare: KVCache, keep: bool) -> Suffix:
     """The suffix with what the target makes of it over its own cache, over another context's, and without any."""
     hidden = {name: suffix_hidden(target, suffix, c) for name, c in (("own", own), ("other", other), ("bare", bare))}
-    found = {name: -token_nats(target, h, suffix) for name, h in hidden.items()}
+    found = {name: -token_nats(target, h, suffix.targets) for name, h in hidden.items()}
     kept = hidden["own"] if keep else None
     return dataclasses.replace(suffix, native=found["own"], none=found["bare"], crossed=found["other"], hidden=kept)
 

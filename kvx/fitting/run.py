@@ -150,7 +150,7 @@ class Run:
 
     def finish(self, stopped: str) -> tuple[CacheMap, TrainReport]:
         """The kept parameters as a map, with what its controls need, and the report."""
-        best = self.trainer.map_of(self.state.best)
+        best = self.trainer.final(self.state.best)
         params = self.trainer.method.calibrate(best.params, self.data.sample(SAMPLE, self.batch_size))
         digests = {name: str(self.facts[name]) for name in ("start", "data", "held_out")}
         facts = {"training": {**digests, "steps": self.best_step, "loss": self.facts["loss"]}}

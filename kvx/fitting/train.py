@@ -37,6 +37,7 @@ def train(
     batch_size: int = 4,
     accumulate: int = 1,
     compute: str = "float32",
+    kept: str = "float32",
     ema: float | None = None,
     evaluate_every: int = 50,
     patience: int | None = 5,
@@ -68,6 +69,7 @@ def train(
         steps: moves of the optimizer, at most.
         batch_size: examples run together; accumulate: batches in one step. The step is the same for 2 x 4 as for 1 x 8.
         compute: ``"bfloat16"``: multiply the translator's matrices in that type; the target runs in its own.
+        kept: dtype of the matrices of the returned map; ``"bfloat16"`` halves it.
         ema: decay of a moving average of the parameters, which is then judged and kept; ``None``: none.
         evaluate_every: steps between two held-out evaluations.
         patience: evaluations without a better score after which the run ends; ``None``: unlimited.
@@ -103,10 +105,10 @@ def train(
         >>> report.steps, report.examples, translator.method.width
         (2, 4, 4)
 
-    Reference: gradients through the frozen target's reading of a suffix, as in Mixture-of-Translators, arXiv 2607.28979.
+    Reference: suffix loss through the frozen target, as in Mixture-of-Translators, arXiv 2607.28979.
     """
     loss = check_loss(loss or data.loss)
-    _check(data, loss, steps, batch_size, accumulate, compute, evaluate_every, ema)
+    _check(data, loss, steps, batch_size, accumulate, (compute, kept), evaluate_every, ema)
     if isinstance(start, Pairs):
         start, _ = fit(full_head(), start, progress=progress)
     check_models(start, data.source, data.target)
@@ -114,7 +116,7 @@ def train(
     part = Partition.of(first.params, method.trainable(first.params))
     _, rest = part.split(first.params)
     moves = optimizer or adamw(warmup_cosine(steps=steps))
-    trainer = Trainer(first, part, rest, moves, loss, compute, ema)
+    trainer = Trainer(first, part, rest, moves, loss, compute, kept, ema)
     judge = None if held_out is None else HeldOut.create(held_out, batch_size, scorer)
     facts = {
         "method": str(method),
@@ -143,7 +145,7 @@ def _check(
     steps: int,
     batch_size: int,
     accumulate: int,
-    compute: str,
+    types: tuple[str, str],
     evaluate_every: int,
     ema: float | None,
 ) -> None:
@@ -152,8 +154,8 @@ def _check(
             f"steps {steps}, batch_size {batch_size}, accumulate {accumulate} and evaluate_every {evaluate_every} must "
             "be at least 1."
         )
-    if compute not in ("float32", "bfloat16"):
-        raise KvxError(f"compute is {compute!r}; expected 'float32' or 'bfloat16'.")
+    if not set(types) <= {"float32", "bfloat16"}:
+        raise KvxError(f"compute and kept are {types}; expected 'float32' or 'bfloat16' for each.")
     if ema is not None and not 0 < ema < 1:
         raise KvxError(f"ema is {ema}; expected a decay above 0 and below 1, or None.")
     held = {name for table in data.suffixes.values() for name in table.columns}

@@ -17,7 +17,8 @@ from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
 from kvx.fitting.batch import TrainBatch
 from kvx.fitting.data import TrainingData
-from kvx.fitting.loss import Norms, TrainingLoss, norms_of, scored, suffix_hidden, token_nats, total_loss
+from kvx.fitting.head import token_nats
+from kvx.fitting.loss import Norms, TrainingLoss, norms_of, scored, suffix_hidden, total_loss
 from kvx.fitting.partition import Named, Partition
 from kvx.mappers.base import CacheMap, after_prefix, context_of
 from kvx.models.model import Model
@@ -58,6 +59,7 @@ class Trainer:
     Attributes:
         start: the untrained map; part: which of its parameters are trained; rest: the others.
         optimizer: of optax; loss: weights; compute: dtype of the trained matrices in products.
+        kept: dtype of these matrices in the end.
         ema: decay of the moving average, or ``None``.
     """
 
@@ -67,6 +69,7 @@ class Trainer:
     optimizer: optax.GradientTransformation
     loss: TrainingLoss
     compute: str
+    kept: str
     ema: float | None
 
     @property
@@ -87,6 +90,10 @@ class Trainer:
     def map_of(self, trained: Named) -> CacheMap:
         """The map with these parameters."""
         return dataclasses.replace(self.start, params=self.part.join(trained, self.rest))
+
+    def final(self, trained: Named) -> CacheMap:
+        """The map with these parameters, matrices in the type they are kept in."""
+        return self.map_of(_cast(trained, self.kept))
 
     def step(self, state: TrainState, data: TrainingData, batches: Sequence[TrainBatch]) -> tuple[TrainState, dict]:
         """One step over one or more batches, whose shares add up to the gradient of all their examples together.
@@ -112,7 +119,7 @@ class Trainer:
         told = {name: float(x) for name, x in {**figures, "gradient": norm}.items()}
         if not all(x == x and abs(x) != float("inf") for x in told.values()):
             raise KvxError(
-                f"step {int(state.step)} gave {told}, which is not finite; lower the learning rate, or resume from the "
+                f"step {int(after.step)} gave {told}, which is not finite; lower the learning rate, or resume from the "
                 "last checkpoint with other settings."
             )
         return after, told
@@ -191,7 +198,7 @@ def move(
         keep = jnp.minimum(jnp.float32(decay), (1.0 + count) / (10.0 + count))
         average = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, state.ema, trained)
     after = dataclasses.replace(state, step=state.step + 1, trained=trained, moments=moments, ema=average)
-    return after, optax.global_norm(slopes)
+    return after, jnp.sqrt(sum((jnp.square(x).sum() for x in jax.tree.leaves(slopes)), start=jnp.float32(0)))
 
 
 @jax.jit
@@ -199,5 +206,5 @@ def example_nats(mapper: CacheMap, target: Model, batch: TrainBatch, prefix: KVC
     """Summed nats and number of the scored tokens of each example, over its translated cache."""
     context = context_of(mapper.method, mapper.params, batch.source, batch.alignment)
     hidden = suffix_hidden(target, batch.suffix, after_prefix(prefix, context))
-    nats = token_nats(target, hidden, batch.suffix)
+    nats = token_nats(target, hidden, batch.suffix.targets)
     return jnp.stack([nats.sum(axis=1), scored(batch.suffix).sum(axis=1).astype(jnp.float32)], axis=1)
