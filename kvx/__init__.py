@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from kvx.errors import KvxError as KvxError
     from kvx.evaluation.comparison import evaluate_maps as evaluate_maps
     from kvx.evaluation.evaluate import evaluate as evaluate
+    from kvx.evaluation.examples import cloze_from_passages as cloze_from_passages
+    from kvx.evaluation.examples import examples_from_passages as examples_from_passages
+    from kvx.evaluation.examples import examples_from_questions as examples_from_questions
     from kvx.fitting.checkpoint import load as load
     from kvx.fitting.checkpoint import save as save
     from kvx.fitting.dump import training_data as training_data
@@ -52,8 +55,11 @@ _HOMES = {
     "TrainingLoss": "kvx.fitting.loss",
     "align": "kvx.alignment",
     "chain": "kvx.mappers.chain",
+    "cloze_from_passages": "kvx.evaluation.examples",
     "evaluate": "kvx.evaluation.evaluate",
     "evaluate_maps": "kvx.evaluation.comparison",
+    "examples_from_passages": "kvx.evaluation.examples",
+    "examples_from_questions": "kvx.evaluation.examples",
     "fit": "kvx.fitting.fit",
     "from_arrays": "kvx.cache.ops",
     "from_transformers": "kvx.cache.layouts",

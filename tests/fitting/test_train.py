@@ -89,8 +89,6 @@ def test_training_beats_the_closed_form_on_held_out_text(toy: Toy, tmp_path) -> 
     again = kvx.load(kvx.save(tmp_path / "map", made))
     assert again.digest == made.digest and again.method == METHOD and again.prefix_length == 1
     assert len(kvx.handoff(toy.source, toy.target, again, "abcabcabcabc", "ab", max_new_tokens=2).tokens) == 2
-    table = kvx.evaluate(toy.source, toy.target, again, planted.items(4), latency=False, cosine=False, progress=False)
-    assert {"translated", "constant", "random"} <= set(table.to_json()["loss"])
 
 
 def test_2_times_4_is_1_times_8_in_every_term(toy: Toy) -> None:

@@ -152,3 +152,25 @@ def test_demo_shows_an_answer_and_the_table_and_remembers(pair, capsys) -> None:
     assert said.err.count("kept from an earlier run") == 2
     assert found["fit"]["kept"] and set(found["answers_shown"]) >= {"translated", "expected"}
     assert {"retained", "content", "items", "loss", "f1", "verdict", "hashes", "seconds"} <= set(found)
+
+
+TRAIN = [*CUT, "--width", "4", "--steps", "2", "--batch-size", "2", "--evaluate-every", "2", "--max-length", "96"]
+
+
+def test_train_makes_a_translator_that_the_other_commands_take(mapper: Path, pair, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "translator"
+    train = ["train", "--mapper", str(mapper), "--out", str(folder), *TRAIN, "--json"]
+    assert cli.main(train) == 2
+    assert "--text or --questions" in capsys.readouterr().err
+    named = [*pair.models, "--text", str(pair.text), "--questions", str(pair.questions), "--cloze", "1"]
+    few = ["--max-passages", "6", "--judge-passages", "2", "--judge-questions", "2", "--minutes", "60", "--items", "2"]
+    assert cli.main([*train, *named, *few]) == 0
+    found = figures(capsys)
+    assert found["report"]["steps"] == 2 and found["artefact_bytes"] > 0 and found["train_seconds"] > 0
+    assert set(found["f1"]) <= ARMS | {"source_alone"} and set(found["loss"]) >= ARMS
+    assert len(found["report"]["history"]) == 2 and "f1" in found["report"]["best"]
+    assert (folder / "training.json").is_file() and (tmp_path / "translator.run" / "metrics.jsonl").is_file()
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    assert "Residual" in figures(capsys)["method"]
+    assert cli.main([*train, *named]) == 1
+    assert "--overwrite" in capsys.readouterr().err
