@@ -207,7 +207,9 @@ def _read(
         folder=None if settings.store is None else settings.store / side,
         progress=out.watch(f"reading what to {side} on"),
     )
-    out.say(f"{side}: {data!r}")
+    longer = data.facts["left_out"]
+    told = f"; {longer} examples with contexts of more than {settings.max_length} tokens are left out" if longer else ""
+    out.say(f"{side}: {data!r}{told}")
     return data
 
 

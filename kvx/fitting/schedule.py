@@ -32,7 +32,7 @@ def warmup_cosine(
         >>> [round(float(rate(step)), 2) for step in (0, 5, 10, 55, 100)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    warmup = max(steps // 20, 1) if warmup is None else warmup
+    warmup = min(max(steps // 20, 1), max(steps - 1, 0)) if warmup is None else warmup
     if peak <= 0 or not 0 <= end <= 1 or not 0 <= warmup < max(steps, 1):
         raise KvxError(
             f"a learning rate of {peak} with {warmup} warm-up steps of {steps}, falling to {end} of it, makes no "

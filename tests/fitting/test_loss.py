@@ -26,16 +26,9 @@ from kvx.models.model import Model
 from kvx.models.random_model import random_model
 from kvx.translators import residual, untrained
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 ALL = TrainingLoss(suffix=1.0, gain=0.5, distil=2.0, temperature=2.0, top_k=5)
 ROWS = 7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -22,18 +21,11 @@ from kvx.models.model import Model
 from kvx.translators import residual
 from tests.evaluation import planted
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 METHOD = residual(width=4)
 ADAM = optax.adam(3e-3)
 PLAIN = TrainingLoss()
 EVERYTHING = TrainingLoss(suffix=1.0, gain=0.5, distil=0.5, cache=0.1, sensitivity=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @dataclasses.dataclass(frozen=True)
