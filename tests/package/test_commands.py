@@ -155,7 +155,22 @@ def test_demo_shows_an_answer_and_the_table_and_remembers(pair, capsys) -> None:
     assert {"retained", "content", "items", "loss", "f1", "verdict", "hashes", "seconds"} <= set(found)
 
 
-TRAIN = [*CUT, "--width", "4", "--steps", "1", "--batch-size", "2", "--max-length", "192", "--cloze", "1"]
+TRAIN = [
+    "--context-tokens",
+    "30",
+    "--continuation-tokens",
+    "16",
+    "--width",
+    "4",
+    "--steps",
+    "1",
+    "--batch-size",
+    "2",
+    "--max-length",
+    "96",
+    "--cloze",
+    "1",
+]
 
 
 @pytest.mark.usefixtures("quick_compilation")
@@ -166,8 +181,12 @@ def test_train_makes_a_translator_that_the_other_commands_take(
     train = ["train", "--mapper", str(mapper), "--out", str(folder), *TRAIN, "--json"]
     assert cli.main(train) == 2
     assert "--text or --questions" in capsys.readouterr().err
-    named = [*pair.models, "--text", str(pair.text), "--questions", str(pair.questions)]
-    few = ["--max-passages", "4", "--judge-passages", "2", "--judge-questions", "3", "--minutes", "60", "--items", "2"]
+    asked = tmp_path / "questions.jsonl"
+    contexts = [text[:110] for text in pair.text.read_text().split("\n\n")[:5]]
+    rows = [{"context": text, "question": "who found it?", "answers": ["the miller"]} for text in contexts]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = [*pair.models, "--text", str(pair.text), "--questions", str(asked)]
+    few = ["--max-passages", "2", "--judge-passages", "0", "--judge-questions", "2", "--minutes", "60", "--items", "2"]
     measured = []
 
     def evaluate(source, target, made, items, **settings):
