@@ -94,8 +94,8 @@ def cloze_from_passages(
     Example:
         >>> from kvx.evaluation.examples import cloze_from_passages
         >>> made = cloze_from_passages(["The bridge was built. It was opened by Ann Hill in the rain."], rare=0)[0]
-        >>> made.scored_text, made.suffix[-83:-18]
-        (' Ann Hill\\n\\n', 'what is missing in "It was opened by ____ in the rain."\\nAnswer: Ann')
+        >>> made.scored_text, made.suffix[-74:-18]
+        (' Ann Hill\\n\\n', 'what is missing in "It was opened by ____ in the rain."\\n')
     """
     if per_passage < 1:
         raise KvxError(f"per_passage is {per_passage}; expected at least one question of each passage.")

@@ -61,39 +61,38 @@ def training_data(
 ) -> TrainingData:
     """Read the contexts of examples with the source once, and measure with the target what the loss compares with.
 
-        Contexts and suffixes are padded to a few lengths, so that a step compiles once for each.
+    Contexts and suffixes are padded to a few lengths, so that a step compiles once for each.
 
-        Args:
-            source, target: models with tokenizers; frozen.
-            examples: see :func:`kvx.examples_from_passages` and its siblings.
-            start: the fitted map (or the pairs) whose prefix and alignment rule the contexts get.
-            loss: what will be trained for: it decides whether the target's own losses, hidden states and caches are
-                measured and kept.
-            held_out: examples to judge on: measure the target's own losses in every case, over another context too.
-            max_length: tokens of a context in either model, prefix and BOS included; examples with longer ones are left
-                out and counted in ``facts``.
-            batch_size: contexts read together.
-            dtype: of the caches that are kept; ``None``: the models' own. ``"bfloat16"`` halves them.
-            folder: keep everything there, memory-mapped; a finished folder of the same data is used again. ``None``: in
-                memory.
-            progress: as in :func:`kvx.fit`.
+    Args:
+        source, target: models with tokenizers; frozen.
+        examples: see :func:`kvx.examples_from_passages` and its siblings.
+        start: the fitted map (or the pairs) whose prefix and alignment rule the contexts get.
+        loss: what will be trained for: it decides whether the target's own losses, hidden states and caches are
+            measured and kept.
+        held_out: examples to judge on: measure the target's own losses in every case, over another context too.
+        max_length: tokens of a context in either model, prefix and BOS included; examples with longer ones are left
+            out and counted in ``facts``.
+        batch_size: contexts read together.
+        dtype: of the caches that are kept; ``None``: the models' own. ``"bfloat16"`` halves them.
+        folder: keep everything there, memory-mapped; a finished folder of the same data is used again. ``None``: in
+            memory.
+        progress: as in :func:`kvx.fit`.
 
-        Returns:
-            The data.
+    Returns:
+        The data.
 
-        Raises:
-            KvxError: no example left, nothing to score in one, a model without tokenizer, or a folder with other data.
+    Raises:
+        KvxError: no example left, nothing to score in one, a model without tokenizer, or a folder with other data.
 
-        Example:
-            >>> import kvx
-            >>> from kvx.fitting.dump_suffixes import Suffixes, Variance
-    from kvx.fitting.examples import Example
-            >>> from kvx.models.random_model import byte_model
-            >>> source, target = byte_model(), byte_model(3, seed=1)
-            >>> pairs = kvx.pairs(source, target, "Ann lives in Rome. " * 20, max_length=64)
-            >>> examples = [Example("Ann lives in Rome.", " She likes it."), Example("Bob is old.", " So is Eva.")]
-            >>> kvx.training_data(source, target, examples, pairs, progress=False)
-            TrainingData(2 continuation; shapes 16x16x16, 32x16x16; 0 MB; ...)
+    Example:
+        >>> import kvx
+        >>> from kvx.fitting.examples import Example
+        >>> from kvx.models.random_model import byte_model
+        >>> source, target = byte_model(), byte_model(3, seed=1)
+        >>> pairs = kvx.pairs(source, target, "Ann lives in Rome. " * 20, max_length=64)
+        >>> examples = [Example("Ann lives in Rome.", " She likes it."), Example("Bob is old.", " So is Eva.")]
+        >>> kvx.training_data(source, target, examples, pairs, progress=False)
+        TrainingData(2 continuation; shapes 16x16x16, 32x16x16; 0 MB; ...)
     """
     loss = check_loss(loss or TrainingLoss())
     job = _Job(source, target, start.prefix, start.rule, loss, held_out or loss.measured, batch_size, dtype)
