@@ -105,9 +105,10 @@ def cloze_from_passages(
     rng = np.random.default_rng(seed)
     found = []
     for context in contexts:
-        asked = [(sentence, spans) for sentence in _sentences(context) if (spans := _spans(sentence, counts, rare))]
+        asked = [(sentence, kinds) for sentence in _sentences(context) if (kinds := _spans(sentence, counts, rare))]
         for at in rng.permutation(len(asked))[:per_passage]:
-            sentence, spans = asked[at]
+            sentence, kinds = asked[at]
+            spans = kinds[int(rng.integers(len(kinds)))]  # numbers and names are few among rare words, and count more
             first, stop = spans[int(rng.integers(len(spans)))]
             question = CLOZE.format(sentence=_blanked(sentence, first, stop, reach))
             found.append(_asked(context, question, sentence[first:stop], template, "cloze"))
@@ -137,20 +138,24 @@ def _sentences(text: str) -> list[str]:
     return [sentence for sentence in found if len(sentence.split()) >= 5]
 
 
-def _spans(sentence: str, counts: collections.Counter[str], rare: int) -> list[tuple[int, int]]:
-    """What may be asked for: numbers, names inside the sentence, rare words; each stands there once.
+def _spans(sentence: str, counts: collections.Counter[str], rare: int) -> list[list[tuple[int, int]]]:
+    """What may be asked for, kind by kind: numbers, names inside the sentence, rare words; each stands there once.
 
     Example:
         >>> import collections
         >>> from kvx.evaluation.examples import _spans
         >>> text = "In 1889 the tower in Paris was unveiled, before Paris slept."
-        >>> [text[a:b] for a, b in _spans(text, collections.Counter(unveiled=1, tower=9, before=9, slept=9), 1)]
-        ['1889', 'unveiled']
+        >>> kinds = _spans(text, collections.Counter(unveiled=1, tower=9, before=9, slept=9), 1)
+        >>> [[text[a:b] for a, b in spans] for spans in kinds]
+        [['1889'], ['unveiled']]
     """
-    spans = [m.span() for m in _NUMBER.finditer(sentence)]
-    spans += [m.span() for m in _ENTITY.finditer(sentence) if m.start() > 0]
-    spans += [m.span() for m in _WORD.finditer(sentence) if m.group().islower() and counts[m.group()] <= rare]
-    return [(a, b) for a, b in spans if sentence.lower().count(sentence[a:b].lower()) == 1]
+    found = [
+        [m.span() for m in _NUMBER.finditer(sentence)],
+        [m.span() for m in _ENTITY.finditer(sentence) if m.start() > 0],
+        [m.span() for m in _WORD.finditer(sentence) if m.group().islower() and counts[m.group()] <= rare],
+    ]
+    once = [[(a, b) for a, b in spans if sentence.lower().count(sentence[a:b].lower()) == 1] for spans in found]
+    return [spans for spans in once if spans]
 
 
 def _blanked(sentence: str, first: int, stop: int, reach: int) -> str:

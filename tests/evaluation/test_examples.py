@@ -10,8 +10,6 @@ from kvx.errors import KvxError
 from kvx.evaluation.answers import load_template
 from kvx.evaluation.examples import BLANK, cloze_from_passages, examples_from_passages, examples_from_questions
 from kvx.evaluation.items import Item, Question
-from kvx.fitting.examples import suffix_tokens
-from tests.evaluation import planted
 
 PROSE = [
     "The tower was finished in 1889 by a small crew. Its builder, Gustave Eiffel, kept a room there. He slept well.",
@@ -30,10 +28,6 @@ def test_questions_end_as_the_template_goes_on_and_score_the_answer() -> None:
     (made,) = examples_from_questions([question])
     boundary = load_template().boundary("who came")
     assert made.suffix == boundary + " Ann\n\n" and made.scored_text == " Ann\n\n"
-    tokens = suffix_tokens(
-        examples_from_questions([Question("aaa", "b", ("cc",))], "two_examples")[0], planted.tokenizer()
-    )
-    assert planted.tokenizer().decode(tokens.targets).strip() == "cc"
 
 
 def test_clozes_ask_for_what_only_the_context_tells() -> None:
