@@ -15,6 +15,7 @@ from kvx.fitting.trainer import example_nats
 from kvx.mappers.base import CacheMap
 
 Scorer = Callable[[CacheMap], Mapping[str, float]]
+RATIOS = ("content", "retained")
 EFFECT = 0.02  # nats by which the right context must help the target, for ratios to mean something
 LOWER = ("loss", "mismatched")  # figures that are better when lower
 

@@ -13,8 +13,8 @@ import numpy as np
 from kvx.errors import KvxError
 from kvx.fitting.checkpoint import load_state, save_state
 from kvx.fitting.data import TrainingData
-from kvx.fitting.held_out import HeldOut, score_of
-from kvx.fitting.partition import name_of
+from kvx.fitting.held_out import RATIOS, HeldOut, score_of
+from kvx.fitting.partition import Named, name_of
 from kvx.fitting.train_report import Log, TrainReport
 from kvx.fitting.trainer import Trainer, TrainState
 from kvx.mappers.base import CacheMap
@@ -56,18 +56,20 @@ class Run:
     tokens: int = 0
     seconds: float = 0.0
 
-    def begin(self, resume: bool) -> None:
-        """A new state, or the one of the folder's checkpoint.
+    def begin(self, trained: Named, resume: bool) -> None:
+        """A new state of these parameters, or the one of the folder's checkpoint.
 
         Raises:
             KvxError: a checkpoint that is in the way, or of another run.
         """
-        self.state = self.trainer.first_state(self.seed)
+        self.state = self.trainer.first_state(trained, self.seed)
         path = None if self.home is None else self.home / CHECKPOINT
         if path is None or not path.exists():
             return
         if not resume:
-            raise KvxError(f"{path} holds a run already; pass resume=True to go on with it, or choose another folder.")
+            raise KvxError(
+                f"{path} holds a run already; go on with it (resume=True, --resume), or choose another folder."
+            )
         arrays, told = load_state(path)
         odd = sorted(name for name, fact in self.facts.items() if told["facts"].get(name) != fact)
         if odd:
@@ -113,8 +115,9 @@ class Run:
             self.best_step = step
             return
         found = self.judge.figures(self.trainer.map_of(self.state.current))
-        select = (*self.select, "f1") if self.select != ("loss",) and "f1" in found else self.select
-        score = score_of(found, select)
+        if self.select == RATIOS and "f1" in found:
+            self.select = (*RATIOS, "f1")
+        score = score_of(found, self.select)
         known = [row["score"] for row in self.history]
         self.history.append({"step": float(step), **figures, **found, "score": score})
         log.write(step, "held_out", self.history[-1])
@@ -133,7 +136,7 @@ class Run:
 
     def _told(self, figures: dict[str, float]) -> str:
         held = self.history[-1] if self.history else {}
-        shown = [f"held out {name} {held[name]:.3f}" for name in (*self.select, "f1") if name in held]
+        shown = [f"held out {name} {held[name]:.3f}" for name in self.select if name in held]
         return ", ".join([f"loss {figures['loss']:.3f}", *shown])
 
     def _save(self) -> None:

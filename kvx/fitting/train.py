@@ -7,13 +7,13 @@ from pathlib import Path
 import jax
 import optax
 
+from kvx.cache.provenance import digest_arrays
 from kvx.errors import KvxError
 from kvx.fitting.data import TrainingData
 from kvx.fitting.fit import fit
-from kvx.fitting.held_out import HeldOut, Scorer
+from kvx.fitting.held_out import RATIOS, HeldOut, Scorer
 from kvx.fitting.loss import TrainingLoss, check_loss
 from kvx.fitting.pairs import Pairs
-from kvx.fitting.partition import Partition
 from kvx.fitting.run import SAMPLE, Limits, Run
 from kvx.fitting.schedule import adamw, warmup_cosine
 from kvx.fitting.train_report import Log, TrainReport
@@ -112,11 +112,14 @@ def train(
     if isinstance(start, Pairs):
         start, _ = fit(full_head(), start, progress=progress)
     check_models(start, data.source, data.target)
+    if (start.rule, digest_arrays(start.prefix)) != (data.rule, data.facts["prefix"]):
+        raise KvxError(
+            "the data was read with another prefix or alignment rule than the start; make it with this start."
+        )
     first = untrained(method, start, jax.random.key(seed), data.sample(SAMPLE, batch_size))
-    part = Partition.of(first.params, method.trainable(first.params))
-    _, rest = part.split(first.params)
     moves = optimizer or adamw(warmup_cosine(steps=steps))
-    trainer = Trainer(first, part, rest, moves, loss, compute, kept, ema)
+    trainer, trained = Trainer.create(first, moves, loss, compute=compute, kept=kept, ema=ema)
+    del first
     judge = None if held_out is None else HeldOut.create(held_out, batch_size, scorer)
     facts = {
         "method": str(method),
@@ -128,7 +131,7 @@ def train(
     }
     home = None if folder is None else Path(folder)
     run = Run(trainer, data, judge, _selected(select, judge), facts, home, batch_size, accumulate, seed)
-    run.begin(resume)
+    run.begin(trained, resume)
     log = Log(home, int(run.state.step), tensorboard)
     limits = Limits(steps, minutes, evaluate_every, patience, checkpoint_every or evaluate_every)
     try:
@@ -177,4 +180,4 @@ def _check(
 def _selected(select: tuple[str, ...] | None, judge: HeldOut | None) -> tuple[str, ...]:
     if select is not None or judge is None:
         return select or ()
-    return ("content", "retained") if judge.informative else ("loss",)
+    return RATIOS if judge.informative else ("loss",)

@@ -57,7 +57,7 @@ class Trainer:
     """What stays the same during a run: the method, what is frozen, and how a step is made.
 
     Attributes:
-        start: the untrained map; part: which of its parameters are trained; rest: the others.
+        start: the untrained map, without its trained parameters; part: which these are; rest: the others.
         optimizer: of optax; loss: weights; compute: dtype of the trained matrices in products.
         kept: dtype of these matrices in the end.
         ema: decay of the moving average, or ``None``.
@@ -77,9 +77,24 @@ class Trainer:
         """The translator."""
         return self.start.method  # type: ignore[no-any-return]
 
-    def first_state(self, seed: int) -> TrainState:
+    @classmethod
+    def create(
+        cls,
+        first: CacheMap,
+        optimizer: optax.GradientTransformation,
+        loss: TrainingLoss,
+        *,
+        compute: str = "float32",
+        kept: str = "float32",
+        ema: float | None = None,
+    ) -> tuple[Trainer, Named]:
+        """A trainer of an untrained map, and the parameters that it trains."""
+        part = Partition.of(first.params, first.method.trainable(first.params))
+        trained, rest = part.split(first.params)
+        return cls(dataclasses.replace(first, params=None), part, rest, optimizer, loss, compute, kept, ema), trained
+
+    def first_state(self, trained: Named, seed: int) -> TrainState:
         """Before the first step."""
-        trained, _ = self.part.split(self.start.params)
         own = {name: jnp.array(x) for name, x in trained.items()}
         average = None if self.ema is None else {name: jnp.array(x) for name, x in trained.items()}
         rng = jax.random.key_data(jax.random.key(seed))

@@ -105,7 +105,7 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(toy: Toy, tmp_path) 
 
     with pytest.raises(KeyboardInterrupt):
         train(toy, **{**how, "folder": tmp_path, "progress": interrupt})
-    with pytest.raises(KvxError, match="resume=True"):
+    with pytest.raises(KvxError, match="--resume"):
         train(toy, **how, folder=tmp_path)
     with pytest.raises(KvxError, match="other run"):
         train(toy, **how, folder=tmp_path, resume=True, seed=1)
@@ -153,6 +153,8 @@ def test_what_cannot_be_trained_is_refused(toy: Toy, tmp_path) -> None:
         train(toy, steps=0)
     with pytest.raises(KvxError, match="not finite"):
         train(toy, optimizer=optax.sgd(float("inf")), steps=2)
+    with pytest.raises(KvxError, match="another prefix"):
+        train(dataclasses.replace(toy, start=dataclasses.replace(toy.start, prefix=None)))
     other = planted.letter_counter(seed=2)
     with pytest.raises(KvxError, match="other weights"):
         train(toy, dataclasses.replace(toy.data, source=other))
