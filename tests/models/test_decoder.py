@@ -304,7 +304,7 @@ def test_remat_keeps_less_and_changes_nothing(model):
 
     k = cache.groups[0].k
     plain, less = (jax.grad(energy)(k, remat) for remat in (False, True))
-    np.testing.assert_allclose(less, plain, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(less, plain, rtol=1e-4, atol=1e-5)
     assert (np.asarray(plain) != 0).any()
     marks = [
         str(jax.make_jaxpr(lambda k, remat=remat: energy(k, remat))(k)).count("prevent_cse") for remat in (False, True)
