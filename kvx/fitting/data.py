@@ -141,7 +141,8 @@ class TrainingData:
         total = sum(table.rows for table in self.contexts.values())
         found = []
         for table in self.contexts.values():
-            wanted = min(table.rows, max(1, round(contexts * table.rows / total)))
+            wanted = max(1, round(contexts * table.rows / total))
+            wanted = table.rows if table.rows < size else min(table.rows, -(-wanted // size) * size) // size * size
             chosen = np.unique(np.linspace(0, table.rows - 1, wanted).astype(int))
             for i in range(0, len(chosen), size):
                 held = table.read(chosen[i : i + size])

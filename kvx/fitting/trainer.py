@@ -61,6 +61,7 @@ class Trainer:
         optimizer: of optax; loss: weights; compute: dtype of the trained matrices in products.
         kept: dtype of these matrices in the end.
         ema: decay of the moving average, or ``None``.
+        report: how the closed form was fitted, which parameters lose on their way through JAX.
     """
 
     start: CacheMap
@@ -71,6 +72,7 @@ class Trainer:
     compute: str
     kept: str
     ema: float | None
+    report: Any = None
 
     @property
     def method(self) -> Translator:
@@ -91,7 +93,9 @@ class Trainer:
         """A trainer of an untrained map, and the parameters that it trains."""
         part = Partition.of(first.params, first.method.trainable(first.params))
         trained, rest = part.split(first.params)
-        return cls(dataclasses.replace(first, params=None), part, rest, optimizer, loss, compute, kept, ema), trained
+        report = getattr(first.params, "report", None)
+        bare = dataclasses.replace(first, params=None)
+        return cls(bare, part, rest, optimizer, loss, compute, kept, ema, report), trained
 
     def first_state(self, trained: Named, seed: int) -> TrainState:
         """Before the first step."""
@@ -108,7 +112,10 @@ class Trainer:
 
     def final(self, trained: Named) -> CacheMap:
         """The map with these parameters, matrices in the type they are kept in."""
-        return self.map_of(_cast(trained, self.kept))
+        made = self.map_of(_cast(trained, self.kept))
+        if self.report is None:
+            return made
+        return dataclasses.replace(made, params=dataclasses.replace(made.params, report=self.report))
 
     def step(self, state: TrainState, data: TrainingData, batches: Sequence[TrainBatch]) -> tuple[TrainState, dict]:
         """One step over one or more batches, whose shares add up to the gradient of all their examples together.

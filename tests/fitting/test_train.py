@@ -142,6 +142,13 @@ def test_frozen_coefficients_stay_and_types_are_as_asked(toy: Toy) -> None:
     assert ours.down.dtype == jax.numpy.bfloat16 and report.select == ()
 
 
+def test_pairs_are_fitted_first(toy: Toy) -> None:
+    passages = [example.context + example.suffix for example in texts(12, seed=5)]
+    pairs = kvx.pairs(toy.source, toy.target, passages, max_length=64, join=False)
+    made, report = train(dataclasses.replace(toy, start=pairs), steps=1)
+    assert made.params.report and report.data["start"] != toy.start.digest
+
+
 def test_what_cannot_be_trained_is_refused(toy: Toy, tmp_path) -> None:
     plain = toy.read([Example("abcabc", "abc")])
     for loss, lacks in ((TrainingLoss(gain=1.0), "gain"), (EVERYTHING, "gain, distil, cache, sensitivity")):

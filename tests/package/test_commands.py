@@ -202,6 +202,7 @@ def test_train_makes_a_translator_that_the_other_commands_take(
     assert len(found["report"]["history"]) == 2 and found["report"]["best"]["f1"] == 0.25
     assert (folder / "training.json").is_file() and (tmp_path / "translator.run" / "metrics.jsonl").is_file()
     assert cli.main(["inspect", str(folder), "--json"]) == 0
-    assert "Residual" in figures(capsys)["method"]
+    found = figures(capsys)
+    assert "Residual" in found["method"] and found["support"]
     assert cli.main([*train, *named]) == 1
     assert "--overwrite" in capsys.readouterr().err
