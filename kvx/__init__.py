@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvx import mappers as mappers
+    from kvx import translators as translators
     from kvx.alignment import Alignment as Alignment
     from kvx.alignment import align as align
     from kvx.cache.cache import KVCache as KVCache
@@ -21,10 +22,16 @@ if TYPE_CHECKING:
     from kvx.errors import KvxError as KvxError
     from kvx.evaluation.comparison import evaluate_maps as evaluate_maps
     from kvx.evaluation.evaluate import evaluate as evaluate
+    from kvx.evaluation.examples import cloze_from_passages as cloze_from_passages
+    from kvx.evaluation.examples import examples_from_passages as examples_from_passages
+    from kvx.evaluation.examples import examples_from_questions as examples_from_questions
     from kvx.fitting.checkpoint import load as load
     from kvx.fitting.checkpoint import save as save
+    from kvx.fitting.dump import training_data as training_data
     from kvx.fitting.fit import fit as fit
+    from kvx.fitting.loss import TrainingLoss as TrainingLoss
     from kvx.fitting.pairs import pairs as pairs
+    from kvx.fitting.train import train as train
     from kvx.mappers.base import CacheMap as CacheMap
     from kvx.mappers.chain import chain as chain
     from kvx.mappers.identity import identity as identity
@@ -45,10 +52,14 @@ _HOMES = {
     "KVCache": "kvx.cache.cache",
     "KvxError": "kvx.errors",
     "Model": "kvx.models.model",
+    "TrainingLoss": "kvx.fitting.loss",
     "align": "kvx.alignment",
     "chain": "kvx.mappers.chain",
+    "cloze_from_passages": "kvx.evaluation.examples",
     "evaluate": "kvx.evaluation.evaluate",
     "evaluate_maps": "kvx.evaluation.comparison",
+    "examples_from_passages": "kvx.evaluation.examples",
+    "examples_from_questions": "kvx.evaluation.examples",
     "fit": "kvx.fitting.fit",
     "from_arrays": "kvx.cache.ops",
     "from_transformers": "kvx.cache.layouts",
@@ -65,7 +76,10 @@ _HOMES = {
     "stream": "kvx.models.generate",
     "to_transformers": "kvx.cache.layouts",
     "token_logprobs": "kvx.models.prefill",
+    "train": "kvx.fitting.train",
+    "training_data": "kvx.fitting.dump",
     "translate": "kvx.pipeline",
+    "translators": "kvx.translators",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": ("Doctor", "check this machine: versions, devices, memory, disk, and what to do next"),
     "demo": ("Demo", "hand a real context from SmolLM2 to Gemma 3, with the table that proves it"),
     "fit": ("Fit", "fit a mapper for a pair of models on a text, and save it"),
+    "train": ("Train", "train a translator from a saved mapper, on texts and questions"),
     "eval": ("Eval", "measure a saved mapper on held-out text and questions: all arms and the verdict"),
     "handoff": ("Handoff", "answer one question from a context that only the source has read"),
     "inspect": ("Inspect", "say what an artefact, a model folder or a GGUF file holds"),

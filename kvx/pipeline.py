@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from kvx.alignment import Alignment, AlignmentReport, align
 from kvx.cache.build import concrete
 from kvx.cache.cache import KVCache
-from kvx.cache.ops import concatenate, unrotate_keys
+from kvx.cache.ops import unrotate_keys
 from kvx.errors import KvxError
-from kvx.mappers.base import CacheMap, check_alignment, check_models, describe, shapes
+from kvx.mappers.base import CacheMap, after_prefix, check_alignment, check_models, context_of, describe, shapes
 from kvx.models.generate import stream
 from kvx.models.prefill import prefill
 
@@ -30,7 +29,7 @@ def translate(mapper: CacheMap, cache: KVCache, alignment: Alignment, *, prefix:
     differentiable, exportable.
 
     Args:
-        mapper: a fitted map.
+        mapper: a fitted map or a trained translator.
         cache: the source's cache of the context, all tokens kept (``prefill(source, tokens, keep="all")``).
         alignment: of the target's context tokens onto it, ``[B,T,R]``.
         prefix: the target's cache of its prefix, one row or B; ``None``: the one stored in the map.
@@ -80,16 +79,7 @@ def _check_prefix(mapper: CacheMap, prefix: KVCache) -> None:
 @jax.jit
 def _translate(mapper: CacheMap, cache: KVCache, alignment: Alignment, prefix: KVCache | None) -> KVCache:
     source = unrotate_keys(cache) if cache.rotated else cache
-    context = mapper.method.apply(mapper.params, source, alignment)
-    if prefix is None:
-        return context
-    prefix = unrotate_keys(prefix) if prefix.rotated else prefix
-    dtype, start = prefix.groups[0].k.dtype, prefix.next_position()[None, :, None, None]
-    groups = tuple(
-        dataclasses.replace(g, k=g.k.astype(dtype), v=g.v.astype(dtype), pos=jnp.where(g.pos >= 0, g.pos + start, -1))
-        for g in context.groups
-    )
-    return concatenate(prefix, dataclasses.replace(context, groups=groups))
+    return after_prefix(prefix, context_of(mapper.method, mapper.params, source, alignment))
 
 
 @dataclasses.dataclass(frozen=True)

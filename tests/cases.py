@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,6 +21,8 @@ from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
 from kvx.mappers import CacheMap, full_head, head_matched
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
+from kvx.translators import residual, untrained
+from kvx.translators.base import with_params
 from pallas_kernels.apply import Linear
 from pallas_kernels.apply import apply as kernel_apply
 from pallas_kernels.moments import moments as kernel_moments
@@ -172,6 +175,27 @@ MAPPERS: dict[str, MapperCase] = {
     ),
     "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
     "chain": MapperCase(_chained, exact=False),
+}
+
+
+def _stirred(method: Any, start: Callable[[int], CacheMap]) -> Callable[[int], CacheMap]:
+    """A translator whose every trained parameter has moved, as if by training."""
+
+    def made(seed: int) -> CacheMap:
+        batch = next(iter(toy_pairs(batches=1)))
+        first = untrained(method, start(seed), jax.random.key(seed), [(batch.source, batch.alignment)])
+        rng = np.random.default_rng(seed)
+        move = lambda x, mark: x + 0.1 * rng.standard_normal(x.shape, np.float32) if mark else x  # noqa: E731
+        return with_params(first, method, jax.tree.map(move, first.params, method.trainable(first.params)))
+
+    return made
+
+
+TRANSLATORS: dict[str, MapperCase] = {
+    "residual": MapperCase(_stirred(residual(width=4), _fitted(full_head(layers=2))), exact=False),
+    "residual, by head": MapperCase(
+        _stirred(residual(width=4), _fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET))), exact=False
+    ),
 }
 
 

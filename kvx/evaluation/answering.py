@@ -53,8 +53,8 @@ def measure_answers(
     texts = [template.boundary(question.question) for question in questions]
     batches = setup.plan([question.context for question in questions], batch_size)
     ours, theirs = (boundary_tokens(t, texts) for t in (setup.target_tokenizer, setup.source_tokenizer))
-    answer_target = _answerer(setup.target, setup.target_tokenizer, ours, max_new_tokens)
-    answer_source = _answerer(setup.source, setup.source_tokenizer, theirs, max_new_tokens)
+    answer_target = answerer(setup.target, setup.target_tokenizer, ours, max_new_tokens)
+    answer_source = answerer(setup.source, setup.source_tokenizer, theirs, max_new_tokens)
     room = max(ours.shape[1], theirs.shape[1]) + max_new_tokens
     said = [{arm: [""] * len(questions) for arm in arms_of(at)} for at in range(len(setups))]
     alone = [""] * len(questions)
@@ -75,7 +75,7 @@ def measure_answers(
     return [score(questions, {**shared_arms(said, at), SOURCE_ALONE: alone}) for at in range(len(setups))]
 
 
-def _answerer(
+def answerer(
     model: Model, tokenizer: Tokenizer, tokens: np.ndarray, max_new_tokens: int
 ) -> Callable[[KVCache, Sequence[int]], list[str]]:
     """A function from a cache and the questions of its rows to one-line answers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 import kvx
-from kvx.cache.provenance import digest_files
+from kvx.cache.provenance import digest_arrays, digest_files
 from kvx.errors import KvxError
 from kvx.fitting.codec import decode, encode
 from kvx.mappers.base import CacheMap, digest_map
@@ -54,18 +55,7 @@ def save(path: str | Path, mapper: CacheMap, *, overwrite: bool = False) -> Path
         if not (path / MANIFEST).is_file():
             raise KvxError(f"{path} holds no saved map, so it is not replaced; choose another folder.")
     spec, arrays = encode(mapper)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    except OSError as error:
-        raise KvxError(f"cannot write to {path.parent} ({error.strerror}); choose another folder.") from error
-    try:
-        _write(scratch, spec, arrays, digest_map(mapper))
-        _replace(scratch, path)
-    except OSError as error:
-        raise KvxError(f"could not write {path} ({error}); free some space or choose another folder.") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    _save(path, spec, arrays, digest_map(mapper))
     return path
 
 
@@ -95,6 +85,59 @@ def load(path: str | Path, *, sharding: jax.sharding.Sharding | None = None) -> 
     if digest_map(mapper) != manifest["digest"]:
         raise KvxError(f"{path}: the arrays are not those of the map that was saved; fit or copy it again.")
     return mapper
+
+
+def save_state(path: str | Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
+    """Write named arrays of an unfinished run and plain facts about it, in place of what is there.
+
+    Args:
+        path: folder to create or replace.
+        arrays: by name.
+        facts: plain JSON.
+
+    Returns:
+        The folder, whole: an interrupted write leaves the one before it.
+
+    Raises:
+        KvxError: the path is taken by something else, or cannot be written.
+    """
+    path = Path(path).absolute()
+    if path.exists() and not (path / MANIFEST).is_file():
+        raise KvxError(f"{path} holds no saved run, so it is not replaced; choose another folder.")
+    spec, leaves = encode({"facts": dict(facts), "state": dict(arrays)})
+    _save(path, spec, leaves, digest_arrays(dict(arrays)))
+    return path
+
+
+def load_state(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays and facts that :func:`save_state` wrote, every file compared first.
+
+    Raises:
+        KvxError: naming the first thing that is not as it was saved.
+    """
+    path = Path(path).absolute()
+    manifest = _read_manifest(path)
+    _check_files(path / ARRAYS, manifest["files"])
+    found = decode(manifest["map"], _read_arrays(path / ARRAYS, manifest["arrays"], None))
+    if not isinstance(found, dict) or set(found) != {"facts", "state"}:
+        raise KvxError(f"{path} holds no unfinished run; a finished map is read by kvx.load.")
+    return found["state"], found["facts"]
+
+
+def _save(path: Path, spec: Any, arrays: dict[str, Any], digest: str) -> None:
+    """A folder that appears whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise KvxError(f"cannot write to {path.parent} ({error.strerror}); choose another folder.") from error
+    try:
+        _write(scratch, spec, arrays, digest)
+        _replace(scratch, path)
+    except OSError as error:
+        raise KvxError(f"could not write {path} ({error}); free some space or choose another folder.") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write(folder: Path, spec: Any, arrays: dict[str, Any], digest: str) -> None:

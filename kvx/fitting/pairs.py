@@ -163,7 +163,7 @@ def pairs(
         raise KvxError(f"max_length {max_length} leaves no room for a context; the prefix takes {len(ids)} tokens.")
     facts = {
         "texts": _digest_texts(texts),
-        "models": {side: _identity(model) for side, model in (("source", source), ("target", target))},
+        "models": {side: identity(model) for side, model in (("source", source), ("target", target))},
         "prefix": list(ids),
         "rule": rule,
         "max_length": max_length,
@@ -278,7 +278,7 @@ def _digest_texts(texts: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _identity(model: Model) -> str:
+def identity(model: Model) -> str:
     """Weights and tokenizer of a model, or its shape where it has no provenance."""
     owner = model.provenance
     return f"{owner.weights} {owner.tokenizer}" if owner is not None else repr(model.config)

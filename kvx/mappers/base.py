@@ -14,6 +14,7 @@ from kvx.alignment import Alignment
 from kvx.cache.build import blank_group, concrete, last_filled
 from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.geometry import CacheGeometry
+from kvx.cache.ops import concatenate, unrotate_keys
 from kvx.cache.provenance import digest_arrays
 from kvx.errors import KvxError
 from kvx.typing import host, pytree, static
@@ -86,6 +87,25 @@ class CacheMap:
         names = [getattr((self.provenance or {}).get(side), "model", "?") for side in ("source", "target")]
         layers = f"{self.source.num_layers} -> {self.target.num_layers} layers"
         return f"CacheMap({names[0]} -> {names[1]}, {layers}, {self.method}, {self.size / 1e6:,.1f} MB)"
+
+
+def context_of(method: Any, params: Any, cache: KVCache, alignment: Alignment) -> KVCache:
+    """The cache that a mapper or a translator makes of a context, without what only training reads."""
+    made = method.apply(params, cache, alignment)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def after_prefix(prefix: KVCache | None, context: KVCache) -> KVCache:
+    """The target's prefix (one row, or one a row of the context), then the context at the positions after it."""
+    if prefix is None:
+        return context
+    prefix = unrotate_keys(prefix) if prefix.rotated else prefix
+    dtype, start = prefix.groups[0].k.dtype, prefix.next_position()[None, :, None, None]
+    groups = tuple(
+        dataclasses.replace(g, k=g.k.astype(dtype), v=g.v.astype(dtype), pos=jnp.where(g.pos >= 0, g.pos + start, -1))
+        for g in context.groups
+    )
+    return concatenate(prefix, dataclasses.replace(context, groups=groups))
 
 
 def digest_map(mapper: CacheMap) -> str:

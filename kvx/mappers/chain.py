@@ -11,7 +11,7 @@ from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
-from kvx.mappers.base import CacheMap, describe, shapes
+from kvx.mappers.base import CacheMap, context_of, describe, shapes
 from kvx.mappers.identity import Identity
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Chain:
         """
         here = _own_tokens(cache)
         for method, link in zip(self.methods[:-1], params[:-1], strict=True):
-            cache = method.apply(link, cache, here)
-        return self.methods[-1].apply(params[-1], cache, alignment)
+            cache = context_of(method, link, cache, here)
+        return context_of(self.methods[-1], params[-1], cache, alignment)
 
 
 def chain(*maps: CacheMap) -> CacheMap:

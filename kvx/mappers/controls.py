@@ -19,7 +19,7 @@ def constant(mapper: CacheMap) -> CacheMap:
     """The map with all coefficients zero: every token gets the mean key and value of the fit, whatever was read.
 
     Args:
-        mapper: a fitted linear map (or a chain that ends in one).
+        mapper: a fitted linear map or a trained translator (or a chain that ends in one).
 
     Returns:
         A map of the same shapes.
@@ -43,7 +43,7 @@ def constant(mapper: CacheMap) -> CacheMap:
             covariance=jnp.zeros_like(block.covariance),
         )
 
-    return _last_linear(mapper, lambda block, _: silence(block), jax.random.key(0))
+    return _changed(mapper, lambda block, _: silence(block), "silenced", jax.random.key(0))
 
 
 def random(mapper: CacheMap, key: Array) -> CacheMap:
@@ -54,7 +54,7 @@ def random(mapper: CacheMap, key: Array) -> CacheMap:
     outputs carry is scrambled beyond what the target can read, while their scale stays right.
 
     Args:
-        mapper: a fitted linear map (or a chain that ends in one).
+        mapper: a fitted linear map or a trained translator (or a chain that ends in one).
         key: seed of the draw.
 
     Returns:
@@ -75,11 +75,7 @@ def random(mapper: CacheMap, key: Array) -> CacheMap:
 
     def scramble(block: BlockMap, key: Array) -> BlockMap:
         layers, heads, width = block.mean.shape
-        draw = jax.random.normal(key, (layers, heads, width, width), jnp.float32)
-        before = jnp.diagonal(block.covariance, axis1=-2, axis2=-1)
-        mixed = jnp.einsum("lkde,lkef->lkdf", block.covariance, draw, precision=HIGHEST)
-        after = jnp.einsum("lkdf,lkdf->lkf", draw, mixed, precision=HIGHEST)
-        draw = draw * jnp.sqrt(jnp.maximum(before, 0.0) / jnp.maximum(after, _TINY))[..., None, :]
+        draw = scrambling(block.covariance, key)
         covariance = jnp.einsum("lkde,lkdf,lkfg->lkeg", draw, block.covariance, draw, precision=HIGHEST)
         entries, per_entry = block.coefficients.shape[1], block.coefficients.shape[3]
         by_entry = draw.reshape(layers, entries, per_entry, width, width)
@@ -90,20 +86,34 @@ def random(mapper: CacheMap, key: Array) -> CacheMap:
             block, coefficients=coefficients.astype(block.coefficients.dtype), covariance=covariance
         )
 
-    return _last_linear(mapper, scramble, key)
+    return _changed(mapper, scramble, "scrambled", key)
 
 
-def _last_linear(mapper: CacheMap, change, key: Array) -> CacheMap:  # type: ignore[no-untyped-def]
-    """The map with its (last) linear part changed; it loses its digest, since it is another map now."""
+def scrambling(covariance: Array, key: Array) -> Array:
+    """Random matrices M with ``diag(M' S M) = diag(S)`` for the covariances S of outputs, both ``[L,K,D,D]``."""
+    draw = jax.random.normal(key, covariance.shape, jnp.float32)
+    before = jnp.diagonal(covariance, axis1=-2, axis2=-1)
+    mixed = jnp.einsum("lkde,lkef->lkdf", covariance, draw, precision=HIGHEST)
+    after = jnp.einsum("lkdf,lkdf->lkf", draw, mixed, precision=HIGHEST)
+    return draw * jnp.sqrt(jnp.maximum(before, 0.0) / jnp.maximum(after, _TINY))[..., None, :]
+
+
+def _changed(mapper: CacheMap, change, own: str, key: Array) -> CacheMap:  # type: ignore[no-untyped-def]
+    """The map with its (last) part changed: each block of linear parameters, or what others make by their method
+    ``own``. It loses its digest, since it is another map now."""
     params = mapper.params
     parts = params if type(params) is tuple else (params,)
-    if not parts or not isinstance(parts[-1], LinearParams):
+    if not parts or not (isinstance(parts[-1], LinearParams) or hasattr(parts[-1], own)):
         raise KvxError(f"{mapper.method} has no coefficients, so it has no control; pass a fitted linear map.")
     last = parts[-1]
-    keys = jax.random.split(key, len(last.keys) + len(last.values))
-    blocks = [change(block, k) for block, k in zip((*last.keys, *last.values), keys, strict=True)]
-    half = len(last.keys)
-    last = dataclasses.replace(last, keys=tuple(blocks[:half]), values=tuple(blocks[half:]), report=None)
+    last = _with_blocks(last, change, key) if isinstance(last, LinearParams) else getattr(last, own)(key)
     facts = {name: fact for name, fact in (mapper.provenance or {}).items() if name != "digest"}
     changed = (*parts[:-1], last) if type(params) is tuple else last
     return dataclasses.replace(mapper, params=changed, provenance=facts)
+
+
+def _with_blocks(params: LinearParams, change, key: Array) -> LinearParams:  # type: ignore[no-untyped-def]
+    keys = jax.random.split(key, len(params.keys) + len(params.values))
+    blocks = [change(block, k) for block, k in zip((*params.keys, *params.values), keys, strict=True)]
+    half = len(params.keys)
+    return dataclasses.replace(params, keys=tuple(blocks[:half]), values=tuple(blocks[half:]), report=None)

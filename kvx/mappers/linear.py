@@ -92,7 +92,7 @@ def apply_linear(params: LinearParams, cache: KVCache, alignment: Alignment, ali
     """
     if params.by_head:
         keys, values = (
-            _grouped(made, maps, params.target)
+            grouped(made, maps, params.target)
             for made, maps in zip(_by_head(params, cache, alignment, alike), (params.keys, params.values), strict=True)
         )
         return context_cache(keys, values, alignment, params.target)
@@ -103,14 +103,14 @@ def apply_linear(params: LinearParams, cache: KVCache, alignment: Alignment, ali
         sides = tuple(source_blocks(cache, alignment, (i,), params.by_head) for i in (0, 1))  # type: ignore[assignment]
     dtype = jnp.dtype(params.dtype)
     keys, values = (
-        _grouped([_project(block, side).astype(dtype) for block in maps], maps, params.target)
+        grouped([_project(block, side).astype(dtype) for block in maps], maps, params.target)
         for maps, side in zip((params.keys, params.values), sides, strict=True)
     )
     return context_cache(keys, values, alignment, params.target)
 
 
-def _grouped(made: list[Array], maps: Sequence[BlockMap], target: CacheGeometry) -> list[Array]:
-    """Outputs ``[L,B,K,T,D]`` of each group of target layers, joined from the maps that make some of its layers."""
+def grouped(made: Sequence[Array], maps: Sequence[Any], target: CacheGeometry) -> list[Array]:
+    """Outputs ``[L,B,K,T,D]`` of each group of target layers, joined from the maps that make some of its ``layers``."""
     groups = []
     for layers in groups_of(target):
         ours = [n for n, block in enumerate(maps) if block.layers[0] in layers]

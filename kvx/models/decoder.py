@@ -51,6 +51,7 @@ def forward(
     keep: Keep = "all",
     capacity: int | None = None,
     collect_queries: bool = False,
+    remat: bool = False,
 ) -> Forward:
     """Run the decoder over a chunk of tokens that continues a cache.
 
@@ -66,6 +67,7 @@ def forward(
         capacity: slots of the returned cache (rings aside); by default as many as are needed, and no fewer than the
             given cache has. A traced cache grows by ``T``, since nobody can see how full it is.
         collect_queries: return every layer's queries.
+        remat: keep only what enters each layer for the gradient, and compute the rest again.
 
     Returns:
         hidden states, cache and queries.
@@ -81,17 +83,17 @@ def forward(
         ((2, 3, 32), [2, 3], (2, 2, 4, 3, 8))
     """
     made = request(model, tokens, cache, positions, keep=keep, capacity=capacity, bucketed=False)
-    return run(model, made, collect_queries=collect_queries)
+    return run(model, made, collect_queries=collect_queries, remat=remat)
 
 
-@partial(jax.jit, static_argnames=("collect_queries",))
-def run(model: Model, made: Request, *, collect_queries: bool = False) -> Forward:
+@partial(jax.jit, static_argnames=("collect_queries", "remat"))
+def run(model: Model, made: Request, *, collect_queries: bool = False, remat: bool = False) -> Forward:
     """:func:`forward` of a checked request, compiled."""
     c, cache = model.config, grown(made)
     pos = resolve_positions(made)
     x = embed(c, model.params, made.tokens, pos)
     layers = _scanned if model.stacked and scannable(c, cache) else _unrolled
-    x, keys, values, queries = layers(model, x, pos, cache, made.ordered)
+    x, keys, values, queries = layers(model, x, pos, cache, made.ordered, remat)
     hidden = norm(c, model.params["final_norm"], x)
     after = _start(c, made, pos, keys, values) if cache is None else _append(cache, keys, values, pos)
     return Forward(hidden, after, stacked(queries) if collect_queries else None)
@@ -153,7 +155,7 @@ def rotated_view(cache: KVCache, index: int, rope: RopeSpec | None, memo: dict[A
 
 
 def _unrolled(
-    model: Model, x: Array, pos: Array, cache: KVCache | None, ordered: bool
+    model: Model, x: Array, pos: Array, cache: KVCache | None, ordered: bool, remat: bool
 ) -> tuple[Array, Stack, Stack, Stack]:
     """A Python loop over layers: any mixture of groups, shapes and RoPE kinds."""
     c = model.config
@@ -164,9 +166,15 @@ def _unrolled(
         if rope not in memo:
             memo[rope] = rope_angles(rope, pos[:, None])
         past = [] if cache is None else [rotated_view(cache, i, rope, memo)]
-        q, k, turned, v = enter(c, w, x, memo[rope], rope is not None and rope.interleaved)
-        parts = [*past, LayerView(turned, v, pos[:, None])]
-        x = leave(c, w, x, read(c, q, parts, pos, c.windows[i], ordered=ordered))
+
+        def layer(
+            x: Array, past: list[LayerView], w: Weights = w, rope: RopeSpec | None = rope, i: int = i
+        ) -> tuple[Array, Array, Array, Array, Array]:
+            q, k, turned, v = enter(c, w, x, memo[rope], rope is not None and rope.interleaved)
+            parts = [*past, LayerView(turned, v, pos[:, None])]
+            return leave(c, w, x, read(c, q, parts, pos, c.windows[i], ordered=ordered)), q, k, turned, v
+
+        x, q, k, turned, v = (jax.checkpoint(layer) if remat else layer)(x, past)
         keys.append(turned if cache is not None and cache.rotated else k)
         values.append(v)
         queries.append(q)
@@ -197,7 +205,7 @@ def scanned_angles(facts: dict[str, Array], pos: Int[Array, "B K T"]) -> Angles:
 
 
 def _scanned(
-    model: Model, x: Array, pos: Array, cache: KVCache | None, ordered: bool
+    model: Model, x: Array, pos: Array, cache: KVCache | None, ordered: bool, remat: bool
 ) -> tuple[Array, Stack, Stack, Stack]:
     """One layer compiled once and scanned over the stacked weights."""
     c = model.config
@@ -218,6 +226,8 @@ def _scanned(
         return x, (turned if rotated else k, v, q)
 
     facts = {name: jnp.asarray(value) for name, value in layer_facts(c).items()}
+    if remat:
+        step = jax.checkpoint(step, prevent_cse=False)
     x, (keys, values, queries) = jax.lax.scan(step, x, (model.params["layers"], facts, _own(group)))
     return x, keys, values, queries
 

@@ -1,0 +1,6 @@
+"""Translators: gradient-trained cache maps, one short file a method."""
+
+from kvx.translators.base import Translator, untrained
+from kvx.translators.residual import residual
+
+__all__ = ["Translator", "residual", "untrained"]

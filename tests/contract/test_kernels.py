@@ -16,12 +16,7 @@ from tests.cases import KERNELS, KernelCase
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_in_a_hurry():  # type: ignore[no-untyped-def]
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Laws of every mapper in ``tests/cases.py``, through the public ``translate``."""
+"""Laws of every mapper and translator in ``tests/cases.py``, through the public ``translate``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from kvx.cache.ops import rotate_keys
 from kvx.fitting.pairs import PairBatch
 from kvx.fitting.synthetic import toy_pairs
 from kvx.mappers import CacheMap
-from tests.cases import MAPPERS, poison
+from tests.cases import MAPPERS, TRANSLATORS, poison
 
+CASES = {**MAPPERS, **TRANSLATORS}
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
 @functools.cache
 def fitted(name: str, seed: int = 0) -> CacheMap:
-    return MAPPERS[name].fitted(seed)
+    return CASES[name].fitted(seed)
 
 
 @functools.cache
@@ -35,7 +36,7 @@ def batch() -> PairBatch:
     return next(iter(toy_pairs(batches=1)))
 
 
-@pytest.fixture(params=MAPPERS, ids=str)
+@pytest.fixture(params=CASES, ids=str)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -68,7 +69,7 @@ def test_shapes_dtypes_positions_and_zeros(mapper: CacheMap) -> None:
 
 
 def test_what_can_be_recovered_is(name: str) -> None:
-    if not MAPPERS[name].exact:
+    if not CASES[name].exact:
         return
     moved = translate(fitted(name))
     real = np.asarray(batch().alignment.pos) >= 0
@@ -172,7 +173,7 @@ def test_sharding_fixed_point(run_python) -> None:
     """Rows spread over devices stay there through a translation, and hold the same."""
     result = run_python(SHARDED, devices=2)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == list(MAPPERS)
+    assert result.stdout.splitlines() == list(CASES)
 
 
 SHARDED = """
@@ -180,7 +181,7 @@ import jax, numpy as np, kvx
 jax.config.update('jax_disable_most_optimizations', True)
 from jax.sharding import NamedSharding, PartitionSpec as P
 from kvx.fitting.synthetic import toy_pairs
-from tests.cases import MAPPERS
+from tests.cases import MAPPERS, TRANSLATORS
 
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 batch = next(iter(toy_pairs(batches=1)))
@@ -189,7 +190,7 @@ def axis(x):
     return P("data") if x.ndim < 4 else P(None, "data")
 
 spread = lambda tree: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, axis(x))), tree)
-for name, case in MAPPERS.items():
+for name, case in {**MAPPERS, **TRANSLATORS}.items():
     mapper = case.fitted(0)
     alone = kvx.translate(mapper, batch.source, batch.alignment)
     moved = kvx.translate(mapper, spread(batch.source), spread(batch.alignment))

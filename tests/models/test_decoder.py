@@ -295,6 +295,23 @@ def test_bad_input_gets_a_sentence(model, tokens, options, message):
         prefill(model, tokens, **options)
 
 
+def test_remat_keeps_less_and_changes_nothing(model):
+    cache = prefill(model, ids(2, 9))
+
+    def energy(k, remat):
+        read = dataclasses.replace(cache, groups=(dataclasses.replace(cache.groups[0], k=k),))
+        return jnp.square(forward(model, ids(2, 4, seed=1), read, remat=remat).hidden).sum()
+
+    k = cache.groups[0].k
+    plain, less = (jax.grad(energy)(k, remat) for remat in (False, True))
+    np.testing.assert_allclose(less, plain, rtol=1e-4, atol=1e-5)
+    assert (np.asarray(plain) != 0).any()
+    marks = [
+        str(jax.make_jaxpr(lambda k, remat=remat: energy(k, remat))(k)).count("prevent_cse") for remat in (False, True)
+    ]
+    assert marks[1] > marks[0]
+
+
 def test_other_caches_are_refused(model):
     cache = prefill(model, ids(2, 4))
     with pytest.raises(KvxError, match="holds 2 sequences and the tokens 1"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -152,3 +153,56 @@ def test_demo_shows_an_answer_and_the_table_and_remembers(pair, capsys) -> None:
     assert said.err.count("kept from an earlier run") == 2
     assert found["fit"]["kept"] and set(found["answers_shown"]) >= {"translated", "expected"}
     assert {"retained", "content", "items", "loss", "f1", "verdict", "hashes", "seconds"} <= set(found)
+
+
+TRAIN = [
+    "--context-tokens",
+    "30",
+    "--continuation-tokens",
+    "16",
+    "--width",
+    "4",
+    "--steps",
+    "1",
+    "--batch-size",
+    "2",
+    "--max-length",
+    "96",
+    "--cloze",
+    "1",
+]
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_train_makes_a_translator_that_the_other_commands_take(
+    mapper: Path, pair, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "translator"
+    train = ["train", "--mapper", str(mapper), "--out", str(folder), *TRAIN, "--json"]
+    assert cli.main(train) == 2
+    assert "--text or --questions" in capsys.readouterr().err
+    asked = tmp_path / "questions.jsonl"
+    contexts = [text[:110] for text in pair.text.read_text().split("\n\n")[:5]]
+    rows = [{"context": text, "question": "who found it?", "answers": ["the miller"]} for text in contexts]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = [*pair.models, "--text", str(pair.text), "--questions", str(asked)]
+    few = ["--max-passages", "2", "--judge-passages", "0", "--judge-questions", "2", "--minutes", "60", "--items", "2"]
+    measured = []
+
+    def evaluate(source, target, made, items, **settings):
+        measured.extend(items)
+        return SimpleNamespace(table=lambda: "", to_json=lambda: {"content_low": 0.5})
+
+    monkeypatch.setattr("kvx.evaluate", evaluate)  # tried for real by the tests of eval
+    monkeypatch.setattr("kvx.evaluation.scorer.AnswerScorer.__call__", lambda scorer, made: {"f1": 0.25})
+    assert cli.main([*train, *named, *few]) == 0
+    found = figures(capsys)
+    assert found["report"]["steps"] == 1 and found["artefact_bytes"] > 0 and found["train_seconds"] > 0
+    assert found["content_low"] == 0.5 and len(measured) == 2 and found["hashes"]["questions"]
+    assert len(found["report"]["history"]) == 2 and found["report"]["best"]["f1"] == 0.25
+    assert (folder / "training.json").is_file() and (tmp_path / "translator.run" / "metrics.jsonl").is_file()
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    found = figures(capsys)
+    assert "Residual" in found["method"] and found["support"]
+    assert cli.main([*train, *named]) == 1
+    assert "--overwrite" in capsys.readouterr().err

@@ -128,7 +128,7 @@ def test_the_lazy_table_and_the_type_checkers_table_agree() -> None:
     tree = ast.parse((ROOT / "kvx/__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    seen["mappers"] = "kvx.mappers"
+    seen |= {name: f"kvx.{name}" for name in ("mappers", "translators")}
     assert seen == kvx._HOMES
 
 

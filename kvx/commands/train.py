@@ -1,0 +1,276 @@
+"""``kvx train``: train a translator from a saved mapper, on texts and questions, and save the best of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvx.commands.common import Outcome, Output, UsageError, jsonable, prepare_jax, require
+from kvx.commands.eval import RESULT, models_of
+from kvx.commands.fit import TextSettings
+from kvx.commands.train_examples import examples_of
+from kvx.errors import KvxError
+
+if TYPE_CHECKING:
+    from kvx.evaluation.items import Question
+    from kvx.fitting.data import TrainingData
+    from kvx.fitting.examples import Example
+    from kvx.fitting.loss import TrainingLoss
+    from kvx.fitting.train_report import TrainReport
+    from kvx.mappers.base import CacheMap
+    from kvx.models.model import Model
+
+REPORT = "training.json"  # beside the translator
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSettings(TextSettings):
+    """Weights of the loss; a term of weight zero is not computed."""
+
+    suffix_weight: float = 1.0
+    """Cross-entropy of what follows the context."""
+    gain_weight: float = 0.0
+    """The same, tokens weighted by how much the context helps the target with them."""
+    distil_weight: float = 0.0
+    """Divergence from what the target predicts with its own cache."""
+    cache_weight: float = 0.0
+    """Squared error to the target's own keys and values, relative to their variance."""
+    sensitivity: bool = False
+    """Weigh each key's and value's error by how strongly later queries read it."""
+    temperature: float = 1.0
+    """Of the divergence."""
+    top_k: int | None = None
+    """Tokens the divergence compares, likeliest first; None: all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(LossSettings):
+    """Settings of ``kvx train``."""
+
+    mapper: Path | None = None
+    """Folder of the saved mapper to start from. Required."""
+    out: Path | None = None
+    """Folder to save the translator in. Required."""
+    source: str | None = None
+    """Source model; None: where the mapper was fitted."""
+    target: str | None = None
+    """Target model; None: where the mapper was fitted."""
+    text: Path | None = None
+    """Passages: a UTF-8 file; only the part that kvx eval never measures is used."""
+    questions: Path | None = None
+    """Questions to train on: JSON lines with question, answers and context; measure on other files."""
+    cloze: int = 0
+    """Questions made of each passage itself, a number, a name or a rare word blanked, at most."""
+    max_passages: int | None = None
+    """Passages, at most."""
+    max_questions: int | None = None
+    """Questions, at most."""
+    judge_passages: int = 32
+    """Passages set aside to choose the best parameters."""
+    judge_questions: int = 32
+    """Questions set aside, by their contexts, to choose the best parameters."""
+    width: int = 128
+    """Channels between the residual's two layers."""
+    frozen: bool = False
+    """Leave the mapper's coefficients as they are and train the residual alone."""
+    steps: int = 1000
+    """Moves of the optimizer, at most."""
+    minutes: float | None = None
+    """Wall time of training, at most; it ends cleanly and keeps the best. None: unlimited."""
+    batch_size: int = 4
+    """Examples run together."""
+    accumulate: int = 1
+    """Batches in one step."""
+    learning_rate: float = 2e-4
+    """Largest learning rate: after a warm-up it falls along a cosine."""
+    warmup: int | None = None
+    """Steps of the warm-up; None: a twentieth of the run."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    clip: float = 1.0
+    """Largest global norm of a gradient."""
+    ema: float | None = None
+    """Decay of a moving average of the parameters, which is then kept; None: none."""
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Type of the translator's products in training."""
+    kept: Literal["float32", "bfloat16"] = "float32"
+    """Type of the matrices that are saved; bfloat16 halves the translator."""
+    evaluate_every: int = 50
+    """Steps between two judgements (and checkpoints)."""
+    patience: int | None = 5
+    """Judgements without a better score after which training ends; None: unlimited."""
+    max_length: int = 512
+    """Tokens in one context, at most; examples with longer ones are left out."""
+    template: str = "two_examples"
+    """How questions are put: a name, or a JSON file."""
+    run: Path | None = None
+    """Folder of checkpoints and metrics.jsonl; None: OUT.run."""
+    resume: bool = False
+    """Go on from the run's checkpoint."""
+    store: Path | None = None
+    """Folder of the source caches that are streamed; None: in memory."""
+    cache_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of these caches; None: the models' own."""
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run's folder."""
+    items: int = 0
+    """Never-trained passages to measure all arms on in the end; 0: none."""
+    test_questions: Path | None = None
+    """Questions to measure all arms on in the end, of contexts that are not trained on."""
+    overwrite: bool = False
+    """Replace a translator that is already saved there."""
+    seed: int = 0
+    """Of the order of examples and of what is drawn."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the models' weights and activations."""
+
+
+def run(settings: Train, out: Output) -> Outcome:
+    """Read the examples once, train, save the best translator and its report.
+
+    Raises:
+        KvxError: the mapper, a model or a file cannot be read, the output folder is taken, or nothing is to be read.
+    """
+    require(settings, "mapper", "out")
+    if settings.text is None and settings.questions is None:
+        raise UsageError("kvx train needs --text or --questions (or both), else there is nothing to train on.")
+    folder = Path(str(settings.out))
+    if folder.exists() and not settings.overwrite:
+        raise KvxError(f"{folder} exists already; choose another --out, or pass --overwrite to replace it.")
+    prepare_jax()
+    import kvx
+
+    started = time.perf_counter()
+    start = kvx.load(Path(str(settings.mapper)))
+    source, target = models_of(start, settings.source, settings.target, settings.dtype)
+    trained, judged, questions, hashes = examples_of(settings, target)
+    data = _read(settings, source, target, start, trained, "train", out)
+    held_out = _read(settings, source, target, start, judged, "judge", out) if judged else None
+    made, report = _train(settings, start, data, held_out, questions, out)
+    kvx.save(folder, made, overwrite=settings.overwrite)
+    plain = {**report.to_json(), "hashes": hashes}
+    (folder / REPORT).write_text(json.dumps(jsonable(plain), indent=1), encoding="utf-8")
+    out.console.print(report)
+    out.console.print(f"saved to {folder}; measure it with: kvx eval --mapper {folder} --text FILE", markup=False)
+    figures = {
+        "translator": str(folder),
+        "report": report.to_json(),
+        "hashes": {**hashes, "mapper": made.digest},
+        "train_seconds": report.seconds,
+        "artefact_bytes": made.size,
+        **_measured(settings, source, target, made, folder, out),
+    }
+    return Outcome({**figures, "seconds": time.perf_counter() - started})
+
+
+def loss_of(settings: Train) -> TrainingLoss:
+    """The loss that the settings describe."""
+    from kvx.fitting.loss import TrainingLoss
+
+    return TrainingLoss(
+        suffix=settings.suffix_weight,
+        gain=settings.gain_weight,
+        distil=settings.distil_weight,
+        cache=settings.cache_weight,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        sensitivity=settings.sensitivity,
+    )
+
+
+def _read(
+    settings: Train,
+    source: Model,
+    target: Model,
+    start: CacheMap,
+    examples: Sequence[Example],
+    side: str,
+    out: Output,
+) -> TrainingData:
+    """Examples as both models read them."""
+    import kvx
+
+    data = kvx.training_data(
+        source,
+        target,
+        examples,
+        start,
+        loss=loss_of(settings) if side == "train" else None,
+        held_out=side == "judge",
+        max_length=settings.max_length,
+        batch_size=settings.batch_size,
+        dtype=settings.cache_dtype,
+        folder=None if settings.store is None else settings.store / side,
+        progress=out.watch(f"reading what to {side} on"),
+    )
+    longer = data.facts["left_out"]
+    told = f"; {longer} examples with contexts of more than {settings.max_length} tokens are left out" if longer else ""
+    out.say(f"{side}: {data!r}{told}")
+    return data
+
+
+def _train(
+    settings: Train,
+    start: CacheMap,
+    data: TrainingData,
+    held_out: TrainingData | None,
+    questions: Sequence[Question],
+    out: Output,
+) -> tuple[CacheMap, TrainReport]:
+    import kvx
+    from kvx.evaluation.scorer import answer_scorer
+    from kvx.fitting.schedule import adamw, warmup_cosine
+
+    scorer = None
+    if len({question.context for question in questions}) > 1:
+        scorer = answer_scorer(data.source, data.target, questions, template=settings.template)
+    rate = warmup_cosine(settings.learning_rate, steps=settings.steps, warmup=settings.warmup)
+    return kvx.train(
+        kvx.translators.residual(width=settings.width, frozen=settings.frozen),
+        start,
+        data,
+        held_out=held_out,
+        scorer=scorer,
+        optimizer=adamw(rate, weight_decay=settings.weight_decay, clip=settings.clip),
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        accumulate=settings.accumulate,
+        compute=settings.compute,
+        kept=settings.kept,
+        ema=settings.ema,
+        evaluate_every=settings.evaluate_every,
+        patience=settings.patience,
+        minutes=settings.minutes,
+        folder=settings.run or Path(f"{settings.out}.run"),
+        resume=settings.resume,
+        seed=settings.seed,
+        tensorboard=settings.tensorboard,
+        progress=out.watch("training"),
+    )
+
+
+def _measured(
+    settings: Train, source: Model, target: Model, made: CacheMap, folder: Path, out: Output
+) -> dict[str, Any]:
+    """All arms on what was never trained on, when asked for; the result stays beside the translator."""
+    if not settings.items and settings.test_questions is None:
+        return {}
+    import kvx
+    from kvx.evaluation.items import load_passages, load_questions
+
+    items: list[Any] = []
+    if settings.items and settings.text is not None:
+        cut: dict[str, Any] = {"held_out": settings.test_share, "context_tokens": settings.context_tokens}
+        cut["continuation_tokens"] = settings.continuation_tokens
+        items += load_passages(settings.text, target, **cut).held_out[: settings.items]
+    if settings.test_questions is not None:
+        items += load_questions(settings.test_questions)
+    result = kvx.evaluate(source, target, made, items, template=settings.template, progress=out.watch("measuring"))
+    out.console.print(result.table())
+    figures = result.to_json()
+    (folder / RESULT).write_text(json.dumps(jsonable(figures), indent=1), encoding="utf-8")
+    return figures

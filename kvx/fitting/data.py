@@ -1,0 +1,150 @@
+"""Training data: what the models make of examples once, kept on the host and streamed in a shuffled order."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from kvx.alignment import Alignment
+from kvx.cache.cache import KVCache
+from kvx.cache.join import select_batch
+from kvx.fitting.batch import TrainBatch
+from kvx.fitting.loss import TrainingLoss
+from kvx.fitting.store import Table
+from kvx.models.model import Model
+
+Shape = tuple[int, int, int]  # slots of the context, tokens of the suffix, scored tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one example stands: shape, row of its suffix, row of its context and of its partner's (-1: none)."""
+
+    shape: Shape
+    suffix: int
+    context: int
+    partner: int
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class TrainingData:
+    """Examples of a pair of models, read once by :func:`kvx.training_data` and streamed as often as wanted.
+
+    Attributes:
+        source, target: the models; neither is ever changed.
+        contexts: per number of slots, rows of :class:`kvx.fitting.batch.Contexts`; suffixes: per shape, rows of
+            :class:`kvx.fitting.batch.Suffix`.
+        places: of each example.
+        prefix: the target's cache of its prefix, one row, or ``None``.
+        rule: alignment rule.
+        variance: float32 ``[L,2,K]`` of the target's keys and values, or ``None``.
+        loss: what was measured is enough for it.
+        facts: settings and digests, plain JSON.
+    """
+
+    source: Model
+    target: Model
+    contexts: Mapping[int, Table]
+    suffixes: Mapping[Shape, Table]
+    places: tuple[Place, ...]
+    prefix: KVCache | None
+    rule: str
+    variance: Array | None
+    loss: TrainingLoss
+    facts: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything kept."""
+        return sum(table.nbytes for table in (*self.contexts.values(), *self.suffixes.values()))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the examples, the models and all settings."""
+        return hashlib.sha256(json.dumps(dict(self.facts), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Examples of each kind."""
+        names = [place.kind for place in self.places]
+        return {name: names.count(name) for name in sorted(set(names))}
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        shapes = ", ".join("x".join(map(str, shape)) for shape in sorted(self.suffixes))
+        return f"TrainingData({kinds}; shapes {shapes}; {self.nbytes / 1e6:,.0f} MB; {self.digest[:8]})"
+
+    def order(self, batch_size: int, seed: int, epoch: int) -> list[tuple[int, ...]]:
+        """One pass over all examples: batches of one shape each, shuffled by seed and epoch alone.
+
+        Every pass has equally many batches, so step and batch size say where any run stands.
+        """
+        rng = np.random.default_rng([seed, epoch])
+        members: dict[Shape, list[int]] = {}
+        for n, place in enumerate(self.places):
+            members.setdefault(place.shape, []).append(n)
+        batches = []
+        for shape in sorted(members):
+            mixed = rng.permutation(members[shape]).tolist()
+            batches += [tuple(mixed[i : i + batch_size]) for i in range(0, len(mixed), batch_size)]
+        return [batches[i] for i in rng.permutation(len(batches))]
+
+    def stream(self, batch_size: int, seed: int, first: int = 0) -> Iterator[tuple[int, ...]]:
+        """Batches without end, pass after pass, from the ``first`` on."""
+        per_pass = len(self.order(batch_size, seed, 0))
+        epoch, skip = divmod(first, per_pass)
+        while True:
+            yield from self.order(batch_size, seed, epoch)[skip:]
+            epoch, skip = epoch + 1, 0
+
+    def batch(self, examples: Sequence[int], size: int | None = None, *, crossed: bool = False) -> TrainBatch:
+        """Some examples of one shape as arrays.
+
+        Args:
+            examples: their numbers.
+            size: rows of the batch; missing ones repeat the first without scored tokens. ``None``: as many.
+            crossed: give each example its partner's context instead of its own.
+
+        Returns:
+            The batch; crossed ones hold no native caches.
+        """
+        own = [self.places[n] for n in examples]
+        filled = own + [own[0]] * ((size or len(own)) - len(own))
+        shape = own[0].shape
+        suffix = self.suffixes[shape].read([place.suffix for place in filled])
+        if len(filled) > len(own):
+            real = jnp.arange(len(filled))[:, None] < len(own)
+            suffix = dataclasses.replace(suffix, targets=jnp.where(real, suffix.targets, -1))
+        rows = [place.partner if crossed else place.context for place in filled]
+        held = self.contexts[shape[0]].read(rows)
+        if crossed:
+            return TrainBatch(held.source, held.alignment, suffix)
+        return TrainBatch(held.source, held.alignment, suffix, held.native, held.sensitivity, self.variance)
+
+    def rows(self, size: int) -> KVCache | None:
+        """The prefix for a batch of ``size`` rows."""
+        return None if self.prefix is None else select_batch(self.prefix, [0] * size)
+
+    def sample(self, contexts: int, size: int = 4) -> list[tuple[KVCache, Alignment]]:
+        """Source caches and alignments of about so many contexts, evenly spread, in batches of one shape each."""
+        total = sum(table.rows for table in self.contexts.values())
+        found = []
+        for table in self.contexts.values():
+            wanted = max(1, round(contexts * table.rows / total))
+            wanted = table.rows if table.rows < size else min(table.rows, -(-wanted // size) * size) // size * size
+            chosen = np.unique(np.linspace(0, table.rows - 1, wanted).astype(int))
+            for i in range(0, len(chosen), size):
+                held = table.read(chosen[i : i + size])
+                found.append((held.source, held.alignment))
+        return found

@@ -1,0 +1,187 @@
+"""Losses of a translator: small pure functions of what the frozen target makes of a translated cache."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from kvx.cache.cache import KVCache
+from kvx.errors import KvxError
+from kvx.fitting.batch import Suffix, TrainBatch
+from kvx.fitting.head import head_loss
+from kvx.models.decoder import forward
+from kvx.models.model import Model
+from kvx.typing import pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingLoss:
+    """Weights of the terms of a loss; a term of weight zero is not computed.
+
+    Attributes:
+        suffix: cross-entropy of the scored suffix tokens, their mean.
+        gain: the same, each token weighted by ``gain_floor + clip(gain, 0, gain_cap)``, where its gain is how much
+            likelier (nats) the target finds it with its own cache than without the context.
+        distil: Kullback-Leibler divergence from what the target predicts with its own cache.
+        cache: mean squared error of keys and values to the target's own, relative to their variance; cheap, since the
+            target need not run for it.
+        gain_floor, gain_cap: see ``gain``.
+        temperature: of both sides of ``distil``, whose weight is multiplied by its square.
+        top_k: compare only the k likeliest tokens of the teacher, both sides normalised over them; ``None``: all.
+        sensitivity: weigh each key's and value's error by its sensitivity in ``cache``.
+        penalties: multiplier of what a translator adds of its own (a load balance); residual adds nothing.
+
+    Example:
+        >>> from kvx.fitting.loss import TrainingLoss
+        >>> TrainingLoss(gain=0.5, distil=1.0).measured
+        True
+    """
+
+    suffix: float = 1.0
+    gain: float = 0.0
+    distil: float = 0.0
+    cache: float = 0.0
+    gain_floor: float = 0.1
+    gain_cap: float = 4.0
+    temperature: float = 1.0
+    top_k: int | None = None
+    sensitivity: bool = False
+    penalties: float = 1.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether it needs the target's own losses with and without the context, or its hidden states."""
+        return self.gain > 0 or self.distil > 0
+
+    @property
+    def scores(self) -> bool:
+        """Whether the target has to run."""
+        return self.suffix > 0 or self.gain > 0 or self.distil > 0
+
+
+def check_loss(loss: TrainingLoss) -> TrainingLoss:
+    """Refuse weights that make no loss.
+
+    Raises:
+        KvxError: naming the setting that is out of range.
+    """
+    weights = {name: getattr(loss, name) for name in ("suffix", "gain", "distil", "cache")}
+    if min(weights.values()) < 0 or max(weights.values()) == 0:
+        raise KvxError(f"the loss has weights {weights}; expected none below zero and at least one above.")
+    if loss.temperature <= 0 or (loss.top_k is not None and loss.top_k < 1) or loss.gain_cap <= 0:
+        raise KvxError(
+            f"temperature {loss.temperature} and gain_cap {loss.gain_cap} must be above zero, top_k {loss.top_k} at "
+            "least 1 or None."
+        )
+    return loss
+
+
+@pytree
+class Norms:
+    """What the sums of a step are divided by, over all its batches: scored tokens, their gain weights, context
+    tokens, and batches."""
+
+    tokens: Array
+    gains: Array
+    context: Array
+    batches: Array
+
+
+def norms_of(batch: TrainBatch, loss: TrainingLoss) -> Norms:
+    """The share of one batch in the norms of its step."""
+    real, weights = scored(batch.suffix), gain_weights(batch.suffix, loss)
+    context = (batch.alignment.pos >= 0) & real.any(axis=1, keepdims=True)
+    counts = (real.sum(), weights.sum(), context.sum(), 1.0)
+    return Norms(*(jnp.asarray(x, jnp.float32) for x in counts))
+
+
+def scored(suffix: Suffix) -> Bool[Array, "B N"]:
+    """Which places of a suffix hold a scored token."""
+    return suffix.targets >= 0
+
+
+def gain_weights(suffix: Suffix, loss: TrainingLoss) -> Float32[Array, "B N"]:
+    """Weight of each scored token in the gain-weighted term; zero at padding, and everywhere when it is off."""
+    if not loss.gain or suffix.native is None or suffix.none is None:
+        return jnp.zeros(suffix.targets.shape, jnp.float32)
+    gain = (suffix.native - suffix.none).clip(0.0, loss.gain_cap)
+    return jnp.where(scored(suffix), loss.gain_floor + gain, 0.0)
+
+
+def total_loss(
+    target: Model, moved: KVCache, batch: TrainBatch, norms: Norms, loss: TrainingLoss, context: KVCache | None = None
+) -> tuple[Float32[Array, ""], dict[str, Array]]:
+    """One batch's share of a step's loss, ``sum_i weight_i numerator_i / norm_i``, and of each of its terms.
+
+    Args:
+        target: the frozen target.
+        moved: its translated cache, prefix included.
+        batch: what is scored, and what it is compared with.
+        norms: of the whole step, so that shares add up whatever the batches.
+        loss: weights.
+        context: the translated cache without the prefix, for the ``cache`` term.
+
+    Returns:
+        The share, and the shares of the single terms by name, unweighted.
+    """
+    terms: dict[str, Array] = {}
+    total = jnp.zeros((), jnp.float32)
+    if loss.scores:
+        hidden = suffix_hidden(target, batch.suffix, moved)
+        rows = _rows(batch.suffix, norms, loss, hidden)
+        total, sums = head_loss(loss, target, rows.pop("hidden"), rows)
+        terms |= {name: x for name, x in sums.items() if getattr(loss, name)}
+    if loss.cache and context is not None:
+        terms["cache"] = cache_error(context, batch, loss.sensitivity) / jnp.maximum(norms.context, 1.0)
+        total = total + jnp.float32(loss.cache) * terms["cache"]
+    return total, terms
+
+
+def suffix_hidden(target: Model, suffix: Suffix, cache: KVCache) -> Float[Array, "B N M"]:
+    """Hidden states that predict the scored tokens; each layer is computed again for the gradient."""
+    hidden = forward(target, suffix.tokens, cache, remat=True).hidden
+    return jnp.take_along_axis(hidden, suffix.where[..., None], axis=1)
+
+
+def _rows(suffix: Suffix, norms: Norms, loss: TrainingLoss, hidden: Array) -> dict[str, Array]:
+    """Scored tokens of all rows side by side, with their shares in each term; padding has none."""
+    real = scored(suffix)
+    share = real.astype(jnp.float32) / jnp.maximum(norms.tokens, 1.0)
+    rows = {
+        "hidden": jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype)),
+        "targets": jnp.maximum(suffix.targets, 0),
+        "share": share,
+        "gain": gain_weights(suffix, loss) / jnp.maximum(norms.gains, 1e-6),
+    }
+    if loss.distil:
+        if suffix.hidden is None:
+            raise KvxError("distillation needs the target's hidden states; make the data with this loss.")
+        rows["teacher"] = jnp.where(real[..., None], suffix.hidden, jnp.zeros((), suffix.hidden.dtype))
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in rows.items()}
+
+
+def cache_error(context: KVCache, batch: TrainBatch, weighted: bool) -> Float32[Array, ""]:
+    """Sum over context tokens of the mean, over layers, heads, keys and values, of their relative squared errors.
+
+    Each error is divided by the variance of the target's own keys (values) of its layer and head, and with
+    ``weighted`` multiplied by its sensitivity.
+
+    Args:
+        context: translated cache of the context; batch: holds the native one, its variances and sensitivities.
+    """
+    if batch.native is None or batch.variance is None or (weighted and batch.sensitivity is None):
+        raise KvxError("the cache term needs the target's own caches; make the data with this loss.")
+    real = scored(batch.suffix).any(axis=1)[:, None] & (batch.alignment.pos >= 0)
+    parts = []
+    for layer in range(context.num_layers):
+        ours, theirs = context.layer(layer), batch.native.layer(layer)
+        for component, (x, y) in enumerate(((ours.k, theirs.k), (ours.v, theirs.v))):
+            keep = real[:, None, :, None]
+            error = jnp.where(keep, x.astype(jnp.float32) - y.astype(jnp.float32), 0.0)
+            error = jnp.square(error).mean(axis=3) / batch.variance[layer, component][None, :, None]
+            if weighted and batch.sensitivity is not None:
+                error = error * jnp.where(real[:, None], batch.sensitivity[layer, ..., component], 0.0)
+            parts.append(error.mean(axis=1).sum())
+    return jnp.stack(parts).mean()
