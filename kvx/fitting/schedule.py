@@ -55,10 +55,12 @@ def adamw(
         An optax optimizer; any other may be given to :func:`kvx.train` in its place.
 
     Example:
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> from kvx.fitting.schedule import adamw
-        >>> optimizer = adamw(0.1, clip=1.0)
-        >>> steps, _ = optimizer.update({"w": jnp.ones(2)}, optimizer.init({"w": jnp.zeros(2)}), {"w": jnp.zeros(2)})
+        >>> optimizer, w = adamw(0.1, clip=1.0), {"w": jnp.zeros(2)}
+        >>> with jax.numpy_dtype_promotion("standard"):  # optax mixes types, which strict settings refuse
+        ...     steps, _ = optimizer.update({"w": jnp.ones(2)}, optimizer.init(w), w)
         >>> steps["w"].round(3).tolist()
         [-0.1..., -0.1...]
 
