@@ -113,14 +113,9 @@ def passages_of(settings: Demo, target: Model) -> PassageSplit:
     """Passages to fit on and passages that are never fitted."""
     from kvx.evaluation.items import load_passages, split_text
 
-    cut: dict[str, Any] = {
-        "context_tokens": settings.context_tokens,
-        "continuation_tokens": settings.continuation_tokens,
-        "held_out": settings.test_share,
-    }
     if settings.text is not None:
-        return load_passages(settings.text, target, **cut)
-    return split_text(demo_text(), target, **cut)
+        return load_passages(settings.text, target, **settings.cut)
+    return split_text(demo_text(), target, **settings.cut)
 
 
 def load_demo_questions(limit: int) -> list[Question]:

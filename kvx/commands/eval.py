@@ -92,13 +92,7 @@ def items_of(settings: Eval, target: Model) -> tuple[list[Item | Question], dict
     items: list[Item | Question] = []
     hashes: dict[str, str] = {}
     if settings.text is not None:
-        split = load_passages(
-            settings.text,
-            target,
-            context_tokens=settings.context_tokens,
-            continuation_tokens=settings.continuation_tokens,
-            held_out=settings.test_share,
-        )
+        split = load_passages(settings.text, target, **settings.cut)
         items += split.held_out[: settings.items]
         hashes |= split.hashes
     if settings.questions is not None:

@@ -67,6 +67,15 @@ class TextSettings(Common):
     test_share: float = 0.5
     """Share of the passages that is never fitted (0 to 1); split by a hash of their text."""
 
+    @property
+    def cut(self) -> dict[str, Any]:
+        """The same as arguments of :func:`kvx.evaluation.items.load_passages`."""
+        return {
+            "context_tokens": self.context_tokens,
+            "continuation_tokens": self.continuation_tokens,
+            "held_out": self.test_share,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Fit(FitSettings, TextSettings):
@@ -102,13 +111,7 @@ def run(settings: Fit, out: Output) -> Outcome:
     source, target = (
         load(str(name), settings.dtype, out.watch(f"loading {name}")) for name in (settings.source, settings.target)
     )
-    split = load_passages(
-        Path(str(settings.text)),
-        target,
-        context_tokens=settings.context_tokens,
-        continuation_tokens=settings.continuation_tokens,
-        held_out=settings.test_share,
-    )
+    split = load_passages(Path(str(settings.text)), target, **settings.cut)
     texts = [item.text for item in split.fit]
     pairs = pairs_of(settings, source, target, texts)
     mapper, report = kvx.fit(mapper_of(settings), pairs, held_out=settings.held_out, progress=out.watch("fitting"))

@@ -264,9 +264,7 @@ def _measured(
 
     items: list[Any] = []
     if settings.items and settings.text is not None:
-        cut: dict[str, Any] = {"held_out": settings.test_share, "context_tokens": settings.context_tokens}
-        cut["continuation_tokens"] = settings.continuation_tokens
-        items += load_passages(settings.text, target, **cut).held_out[: settings.items]
+        items += load_passages(settings.text, target, **settings.cut).held_out[: settings.items]
     if settings.test_questions is not None:
         items += load_questions(settings.test_questions)
     result = kvx.evaluate(source, target, made, items, template=settings.template, progress=out.watch("measuring"))

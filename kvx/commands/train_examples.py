@@ -52,13 +52,7 @@ def passages_of(settings: Train, target: Model) -> tuple[list[Item], dict[str, s
     """The passages of the text that are never measured on, and digests."""
     from kvx.evaluation.items import load_passages
 
-    split = load_passages(
-        Path(str(settings.text)),
-        target,
-        context_tokens=settings.context_tokens,
-        continuation_tokens=settings.continuation_tokens,
-        held_out=settings.test_share,
-    )
+    split = load_passages(Path(str(settings.text)), target, **settings.cut)
     return list(split.fit[: settings.max_passages]), split.hashes
 
 

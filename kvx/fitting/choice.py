@@ -39,6 +39,14 @@ def choose(
 
     Returns:
         ``first`` with ``ridge`` and ``attention_held_out`` of each report replaced.
+
+    Example:
+        >>> import kvx
+        >>> from kvx.fitting.synthetic import toy_pairs
+        >>> method = kvx.mappers.full_head(layers=1, ridge=(1e-3, 10.0), select="attention")
+        >>> _, report = kvx.fit(method, toy_pairs(), progress=False)
+        >>> [entry.ridge for entry in report.entries], report.entries[0].attention_held_out[0] > 0.99
+        ([0.001, 0.001, 0.001, 0.001], True)
     """
     found = list(first)
     done = 0

@@ -20,7 +20,7 @@ from kvx.fitting.reading import HeldOutReading
 from kvx.fitting.regress import Report, by_parts, explained
 from kvx.fitting.solve import Solution
 from kvx.fitting.weighted_sums import WeightedPass, bytes_of
-from kvx.mappers.base import Entry, EntryReport, Fitted
+from kvx.mappers.base import Entry, EntryReport, Fitted, Support
 from kvx.models.progress import Hook, reporting
 
 SUMS_BYTES = 4 << 30  # of weighted sums that are gathered in one pass over the pairs
@@ -88,10 +88,7 @@ def fit_weighed(
     if weighing.choose and held is None:
         raise KvxError("choosing the ridge by attention needs held-out moments; fit with held_out above 0.")
     started = time.perf_counter()
-    with reporting(progress, "solving", "entries") as report:
-        told = dataclasses.replace(moments, progress=report)
-        support = method.support(told, held)
-        first = told.regress(held, support.entries, method.ridges)
+    support, first = _uniform(method, moments, held, progress)
     uniform = [Normals(moments)] if held is None else [Normals(moments), Normals(held)]
     whole = Normals(*uniform)
     reading = HeldOutReading(pairs.prefix) if weighing.choose else None
@@ -118,6 +115,16 @@ def fit_weighed(
         seconds["solve"] += time.perf_counter() - started
     params = jax.block_until_ready(support.finish([solved[i] for i in range(len(solved))]))
     return Weighed(params, seconds, most)
+
+
+def _uniform(
+    method: Any, moments: Moments, held: Moments | None, progress: Hook | bool | None
+) -> tuple[Support, list[Fitted]]:
+    """The support, and its fit with all rows counted evenly."""
+    with reporting(progress, "solving", "entries") as report:
+        told = dataclasses.replace(moments, progress=report)
+        support = method.support(told, held)
+        return support, told.regress(held, support.entries, method.ridges)
 
 
 def _portions(entries: Sequence[Entry], sides: int) -> list[list[int]]:

@@ -215,23 +215,22 @@ def test_choice_by_attention_is_the_best_held_out_attention_output(weigh) -> Non
         np.testing.assert_allclose(block.coefficients[0, 0].reshape(16, 6), wanted, atol=2e-5)
 
 
-def test_attention_sees_what_explained_variance_does_not() -> None:
-    """Noise where no query looks costs explained variance; only noise that is read costs attention output."""
+def test_noise_on_channels_that_no_query_reads_costs_no_attention() -> None:
+    """Case 1 for the choice: keys spoilt where every query is zero, as channel pairs of RoPE, against elsewhere."""
     pairs = toy_pairs(SOURCE, TARGET, batches=2)
     batch = next(iter(pairs.weighed("probes")))
+    probes = dataclasses.replace(batch.probes, queries=batch.probes.queries.at[..., jnp.array([2, 5])].set(0.0))
     reading = HeldOutReading(pairs.prefix)
-    reading.add(batch, np.array([True, False, True, False]))
-    whole = np.asarray(batch.target.values(0), np.float32)[[0, 2], 0]
-    assert reading.explained(0, (0, 1), [Predicted(1, (0, 1), [whole])])[0] == pytest.approx(1.0, abs=1e-6)
-    weights = []
-    for scale in (0.0, 1.0):
-        moved = whole.copy()
-        moved[:, 3] += scale * 5.0
-        weights.append(reading.explained(0, (0, 1), [Predicted(1, (0, 1), [moved])])[0])
-    assert weights[0] == pytest.approx(1.0, abs=1e-6) and weights[1] < 0.999
-    hidden = whole.copy()
-    hidden[:, 14:] = 1e6  # padding: never read
-    assert reading.explained(0, (0, 1), [Predicted(1, (0, 1), [hidden])])[0] == pytest.approx(1.0, abs=1e-6)
+    reading.add(dataclasses.replace(batch, probes=probes), np.array([True, False, True, False]))
+    keys = np.asarray(batch.target.keys(0), np.float32)[[0, 2], 0]
+    found = {}
+    for name, channels in (("none", []), ("unread", [2, 5]), ("read", [0, 3])):
+        spoilt = keys.copy()
+        spoilt[..., channels] += 9.0 * np.random.default_rng(0).normal(size=spoilt[..., channels].shape)
+        spoilt[:, 14:] = 1e6  # padding: never read
+        found[name] = reading.explained(0, (0, 1), [Predicted(0, (0, 1), [spoilt])])[0]
+    assert found["none"] == pytest.approx(1.0, abs=1e-6) and found["unread"] == pytest.approx(1.0, abs=1e-6)
+    assert found["read"] < 0.5
 
 
 def test_held_out_sequences_are_kept_up_to_a_limit(monkeypatch) -> None:
