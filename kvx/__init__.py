@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from kvx.evaluation.examples import examples_from_questions as examples_from_questions
     from kvx.fitting.checkpoint import load as load
     from kvx.fitting.checkpoint import save as save
-    from kvx.fitting.dump import training_data as training_data
     from kvx.fitting.fit import fit as fit
-    from kvx.fitting.loss import TrainingLoss as TrainingLoss
     from kvx.fitting.pairs import pairs as pairs
-    from kvx.fitting.train import train as train
+    from kvx.fitting.training.dump import training_data as training_data
+    from kvx.fitting.training.loss import TrainingLoss as TrainingLoss
+    from kvx.fitting.training.train import train as train
     from kvx.mappers.base import CacheMap as CacheMap
     from kvx.mappers.chain import chain as chain
     from kvx.mappers.identity import identity as identity
@@ -52,7 +52,7 @@ _HOMES = {
     "KVCache": "kvx.cache.cache",
     "KvxError": "kvx.errors",
     "Model": "kvx.models.model",
-    "TrainingLoss": "kvx.fitting.loss",
+    "TrainingLoss": "kvx.fitting.training.loss",
     "align": "kvx.alignment",
     "chain": "kvx.mappers.chain",
     "cloze_from_passages": "kvx.evaluation.examples",
@@ -76,8 +76,8 @@ _HOMES = {
     "stream": "kvx.models.generate",
     "to_transformers": "kvx.cache.layouts",
     "token_logprobs": "kvx.models.prefill",
-    "train": "kvx.fitting.train",
-    "training_data": "kvx.fitting.dump",
+    "train": "kvx.fitting.training.train",
+    "training_data": "kvx.fitting.training.dump",
     "translate": "kvx.pipeline",
     "translators": "kvx.translators",
 }

@@ -17,10 +17,10 @@ from kvx.errors import KvxError
 
 if TYPE_CHECKING:
     from kvx.evaluation.items import Question
-    from kvx.fitting.data import TrainingData
-    from kvx.fitting.examples import Example
-    from kvx.fitting.loss import TrainingLoss
-    from kvx.fitting.train_report import TrainReport
+    from kvx.fitting.training.data import TrainingData
+    from kvx.fitting.training.examples import Example
+    from kvx.fitting.training.loss import TrainingLoss
+    from kvx.fitting.training.train_report import TrainReport
     from kvx.mappers.base import CacheMap
     from kvx.models.model import Model
 
@@ -169,7 +169,7 @@ def run(settings: Train, out: Output) -> Outcome:
 
 def loss_of(settings: Train) -> TrainingLoss:
     """The loss that the settings describe."""
-    from kvx.fitting.loss import TrainingLoss
+    from kvx.fitting.training.loss import TrainingLoss
 
     return TrainingLoss(
         suffix=settings.suffix_weight,
@@ -223,7 +223,7 @@ def _train(
 ) -> tuple[CacheMap, TrainReport]:
     import kvx
     from kvx.evaluation.scorer import answer_scorer
-    from kvx.fitting.schedule import adamw, warmup_cosine
+    from kvx.fitting.training.schedule import adamw, warmup_cosine
 
     scorer = None
     if len({question.context for question in questions}) > 1:

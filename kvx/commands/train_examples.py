@@ -12,7 +12,7 @@ from kvx.errors import KvxError
 if TYPE_CHECKING:
     from kvx.commands.train import Train
     from kvx.evaluation.items import Item, Question
-    from kvx.fitting.examples import Example
+    from kvx.fitting.training.examples import Example
     from kvx.models.model import Model
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvx.errors import KvxError
 from kvx.evaluation.answers import DEFAULT_TEMPLATE, Template, load_template
 from kvx.evaluation.items import Item, Question
-from kvx.fitting.examples import Example
+from kvx.fitting.training.examples import Example
 
 BLANK = "____"
 CLOZE = 'what is missing in "{sentence}"'

@@ -19,14 +19,14 @@ from kvx.cache.join import select_batch
 from kvx.cache.ops import slice_slots
 from kvx.cache.provenance import digest_arrays
 from kvx.errors import KvxError
-from kvx.fitting.batch import Contexts
-from kvx.fitting.data import Place, Shape, TrainingData
-from kvx.fitting.dump_suffixes import Suffixes, Variance
-from kvx.fitting.examples import Example, SuffixTokens, digest_examples, suffix_tokens
-from kvx.fitting.loss import TrainingLoss, check_loss
 from kvx.fitting.pairs import identity
 from kvx.fitting.sensitivity import sensitivity
-from kvx.fitting.store import Table, open_tables, save_index
+from kvx.fitting.training.batch import Contexts
+from kvx.fitting.training.data import Place, Shape, TrainingData
+from kvx.fitting.training.dump_suffixes import Suffixes, Variance
+from kvx.fitting.training.examples import Example, SuffixTokens, digest_examples, suffix_tokens
+from kvx.fitting.training.loss import TrainingLoss, check_loss
+from kvx.fitting.training.store import Table, open_tables, save_index
 from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
 from kvx.models.prefill import prefill
@@ -86,7 +86,7 @@ def training_data(
 
     Example:
         >>> import kvx
-        >>> from kvx.fitting.examples import Example
+        >>> from kvx.fitting.training.examples import Example
         >>> from kvx.models.random_model import byte_model
         >>> source, target = byte_model(), byte_model(3, seed=1)
         >>> pairs = kvx.pairs(source, target, "Ann lives in Rome. " * 20, max_length=64)

@@ -12,11 +12,11 @@ import numpy as np
 
 from kvx.errors import KvxError
 from kvx.fitting.checkpoint import load_state, save_state
-from kvx.fitting.data import TrainingData
-from kvx.fitting.held_out import RATIOS, HeldOut, score_of
-from kvx.fitting.partition import Named, name_of
-from kvx.fitting.train_report import Log, TrainReport
-from kvx.fitting.trainer import Trainer, TrainState
+from kvx.fitting.training.data import TrainingData
+from kvx.fitting.training.held_out import RATIOS, HeldOut, score_of
+from kvx.fitting.training.partition import Named, name_of
+from kvx.fitting.training.train_report import Log, TrainReport
+from kvx.fitting.training.trainer import Trainer, TrainState
 from kvx.mappers.base import CacheMap
 from kvx.models.progress import Hook
 from kvx.translators.base import with_params

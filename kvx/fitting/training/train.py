@@ -9,15 +9,15 @@ import optax
 
 from kvx.cache.provenance import digest_arrays
 from kvx.errors import KvxError
-from kvx.fitting.data import TrainingData
 from kvx.fitting.fit import fit
-from kvx.fitting.held_out import RATIOS, HeldOut, Scorer
-from kvx.fitting.loss import TrainingLoss, check_loss
 from kvx.fitting.pairs import Pairs
-from kvx.fitting.run import SAMPLE, Limits, Run
-from kvx.fitting.schedule import adamw, warmup_cosine
-from kvx.fitting.train_report import Log, TrainReport
-from kvx.fitting.trainer import Trainer
+from kvx.fitting.training.data import TrainingData
+from kvx.fitting.training.held_out import RATIOS, HeldOut, Scorer
+from kvx.fitting.training.loss import TrainingLoss, check_loss
+from kvx.fitting.training.run import SAMPLE, Limits, Run
+from kvx.fitting.training.schedule import adamw, warmup_cosine
+from kvx.fitting.training.train_report import Log, TrainReport
+from kvx.fitting.training.trainer import Trainer
 from kvx.mappers.base import CacheMap, check_models
 from kvx.mappers.full_head import full_head
 from kvx.models.progress import Hook, reporting
@@ -64,7 +64,8 @@ def train(
         held_out: data to judge on (``training_data(held_out=True)``), of other texts; ``None``: the last parameters are
             kept.
         scorer: further held-out figures of a map, such as ``kvx.evaluation.scorer.answer_scorer(...)``'s ``f1``.
-        optimizer: of optax; ``None``: :func:`kvx.fitting.schedule.adamw` with :func:`warmup_cosine` over ``steps``.
+        optimizer: of optax; ``None``: :func:`kvx.fitting.training.schedule.adamw` with :func:`warmup_cosine` over
+            ``steps``.
         loss: weights of its terms; ``None``: those the data was made for.
         steps: moves of the optimizer, at most.
         batch_size: examples run together; accumulate: batches in one step. The step is the same for 2 x 4 as for 1 x 8.
@@ -93,7 +94,7 @@ def train(
 
     Example:
         >>> import kvx
-        >>> from kvx.fitting.examples import Example
+        >>> from kvx.fitting.training.examples import Example
         >>> from kvx.models.random_model import byte_model
         >>> source, target = byte_model(1), byte_model(1, seed=1)
         >>> pairs = kvx.pairs(source, target, "Ann lives in Rome. " * 20, max_length=64)

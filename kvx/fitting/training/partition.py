@@ -35,7 +35,7 @@ class Partition:
 
         Example:
             >>> import jax.numpy as jnp
-            >>> from kvx.fitting.partition import Partition
+            >>> from kvx.fitting.training.partition import Partition
             >>> params = {"w": jnp.ones(2), "center": jnp.zeros(2)}
             >>> part = Partition.of(params, {"w": True, "center": False})
             >>> trained, rest = part.split(params)

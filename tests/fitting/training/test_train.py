@@ -13,9 +13,9 @@ import pytest
 import kvx
 from kvx.errors import KvxError
 from kvx.fitting.checkpoint import save_state
-from kvx.fitting.data import TrainingData
-from kvx.fitting.examples import Example, suffix_tokens
-from kvx.fitting.loss import TrainingLoss
+from kvx.fitting.training.data import TrainingData
+from kvx.fitting.training.examples import Example, suffix_tokens
+from kvx.fitting.training.loss import TrainingLoss
 from kvx.mappers import CacheMap, full_head
 from kvx.models.model import Model
 from kvx.translators import residual
@@ -175,7 +175,7 @@ def test_data_are_read_once_and_kept_on_disk(toy: Toy, tmp_path, monkeypatch) ->
     make = lambda **how: toy.read(examples, folder=tmp_path / "d", dtype="bfloat16", **how)  # noqa: E731
     first = make()
     assert sum(table.rows for table in first.contexts.values()) == 2 and len(first) == 3
-    monkeypatch.setattr("kvx.fitting.dump.prefill", None)
+    monkeypatch.setattr("kvx.fitting.training.dump.prefill", None)
     second = make()
     for n in range(3):
         for x, y in zip(*(jax.tree.leaves(data.batch([n], 2)) for data in (first, second)), strict=True):

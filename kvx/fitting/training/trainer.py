@@ -15,11 +15,11 @@ from jaxtyping import Array, Float32
 
 from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
-from kvx.fitting.batch import TrainBatch
-from kvx.fitting.data import TrainingData
-from kvx.fitting.head import token_nats
-from kvx.fitting.loss import Norms, TrainingLoss, norms_of, scored, suffix_hidden, total_loss
-from kvx.fitting.partition import Named, Partition
+from kvx.fitting.training.batch import TrainBatch
+from kvx.fitting.training.data import TrainingData
+from kvx.fitting.training.head import token_nats
+from kvx.fitting.training.loss import Norms, TrainingLoss, norms_of, scored, suffix_hidden, total_loss
+from kvx.fitting.training.partition import Named, Partition
 from kvx.mappers.base import CacheMap, after_prefix, context_of
 from kvx.models.model import Model
 from kvx.translators.base import Translator

@@ -27,7 +27,7 @@ def warmup_cosine(
         KvxError: a rate, share or number of steps out of range.
 
     Example:
-        >>> from kvx.fitting.schedule import warmup_cosine
+        >>> from kvx.fitting.training.schedule import warmup_cosine
         >>> rate = warmup_cosine(1.0, steps=100, warmup=10, end=0.0)
         >>> [round(float(rate(step)), 2) for step in (0, 5, 10, 55, 100)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
@@ -57,7 +57,7 @@ def adamw(
     Example:
         >>> import jax
         >>> import jax.numpy as jnp
-        >>> from kvx.fitting.schedule import adamw
+        >>> from kvx.fitting.training.schedule import adamw
         >>> optimizer, w = adamw(0.1, clip=1.0), {"w": jnp.zeros(2)}
         >>> with jax.numpy_dtype_promotion("standard"):  # optax mixes types, which strict settings refuse
         ...     steps, _ = optimizer.update({"w": jnp.ones(2)}, optimizer.init(w), w)

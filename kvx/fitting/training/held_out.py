@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvx.errors import KvxError
-from kvx.fitting.data import TrainingData
-from kvx.fitting.trainer import example_nats
+from kvx.fitting.training.data import TrainingData
+from kvx.fitting.training.trainer import example_nats
 from kvx.mappers.base import CacheMap
 
 Scorer = Callable[[CacheMap], Mapping[str, float]]
@@ -119,7 +119,7 @@ def score_of(figures: Mapping[str, float], select: tuple[str, ...]) -> float:
     """Mean of the chosen figures, those of which less is better with a minus; minus infinity if one is not finite.
 
     Example:
-        >>> from kvx.fitting.held_out import score_of
+        >>> from kvx.fitting.training.held_out import score_of
         >>> score_of({"content": 0.5, "retained": 0.9, "loss": 3.0}, ("content", "retained"))
         0.7
     """

@@ -14,7 +14,7 @@ from kvx.models.model import Model
 from kvx.typing import typed
 
 if TYPE_CHECKING:
-    from kvx.fitting.loss import TrainingLoss
+    from kvx.fitting.training.loss import TrainingLoss
 
 LOGIT_BYTES = 1 << 26  # logits that exist at any one time
 
@@ -101,7 +101,7 @@ def cross_entropy(logits: Float32[Array, "R V"], targets: Int[Array, " R"]) -> F
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kvx.fitting.head import cross_entropy
+        >>> from kvx.fitting.training.head import cross_entropy
         >>> cross_entropy(jnp.zeros((1, 8)), jnp.array([3])).round(4).tolist()  # log 8
         [2.0794...]
     """
@@ -122,7 +122,7 @@ def divergence(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from kvx.fitting.head import divergence
+        >>> from kvx.fitting.training.head import divergence
         >>> x = jnp.array([[1.0, 2.0, 0.0]])
         >>> divergence(x, x).tolist(), float(divergence(-x, x, top_k=2)[0]) > 0
         ([0.0], True)

@@ -15,13 +15,13 @@ from kvx.cache.build import from_arrays
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
-from kvx.fitting import head
-from kvx.fitting.batch import Suffix, TrainBatch
-from kvx.fitting.head import divergence, head_loss
-from kvx.fitting.loss import TrainingLoss, cache_error, check_loss, gain_weights, norms_of, total_loss
-from kvx.fitting.partition import Partition
 from kvx.fitting.synthetic import SOURCE, toy_pairs
-from kvx.fitting.trainer import Static, gradient
+from kvx.fitting.training import head
+from kvx.fitting.training.batch import Suffix, TrainBatch
+from kvx.fitting.training.head import divergence, head_loss
+from kvx.fitting.training.loss import TrainingLoss, cache_error, check_loss, gain_weights, norms_of, total_loss
+from kvx.fitting.training.partition import Partition
+from kvx.fitting.training.trainer import Static, gradient
 from kvx.models.layers import lm_head
 from kvx.models.model import Model
 from kvx.models.random_model import random_model

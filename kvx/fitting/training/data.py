@@ -15,9 +15,9 @@ from jaxtyping import Array
 from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.cache.join import select_batch
-from kvx.fitting.batch import TrainBatch
-from kvx.fitting.loss import TrainingLoss
-from kvx.fitting.store import Table
+from kvx.fitting.training.batch import TrainBatch
+from kvx.fitting.training.loss import TrainingLoss
+from kvx.fitting.training.store import Table
 from kvx.models.model import Model
 
 Shape = tuple[int, int, int]  # slots of the context, tokens of the suffix, scored tokens
@@ -40,8 +40,8 @@ class TrainingData:
 
     Attributes:
         source, target: the models; neither is ever changed.
-        contexts: per number of slots, rows of :class:`kvx.fitting.batch.Contexts`; suffixes: per shape, rows of
-            :class:`kvx.fitting.batch.Suffix`.
+        contexts: per number of slots, rows of :class:`kvx.fitting.training.batch.Contexts`.
+        suffixes: per shape, rows of :class:`kvx.fitting.training.batch.Suffix`.
         places: of each example.
         prefix: the target's cache of its prefix, one row, or ``None``.
         rule: alignment rule.

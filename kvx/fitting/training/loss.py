@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
-from kvx.fitting.batch import Suffix, TrainBatch
-from kvx.fitting.head import head_loss
+from kvx.fitting.training.batch import Suffix, TrainBatch
+from kvx.fitting.training.head import head_loss
 from kvx.models.decoder import forward
 from kvx.models.model import Model
 from kvx.typing import pytree
@@ -34,7 +34,7 @@ class TrainingLoss:
         penalties: multiplier of what a translator adds of its own (a load balance); residual adds nothing.
 
     Example:
-        >>> from kvx.fitting.loss import TrainingLoss
+        >>> from kvx.fitting.training.loss import TrainingLoss
         >>> TrainingLoss(gain=0.5, distil=1.0).measured
         True
     """

@@ -16,12 +16,12 @@ from jaxtyping import Array
 from kvx.cache.build import empty
 from kvx.cache.cache import KVCache
 from kvx.cache.join import select_batch
-from kvx.fitting.batch import Suffix
-from kvx.fitting.data import Place, Shape
-from kvx.fitting.examples import SuffixTokens
-from kvx.fitting.head import token_nats
-from kvx.fitting.loss import suffix_hidden
-from kvx.fitting.store import Table
+from kvx.fitting.training.batch import Suffix
+from kvx.fitting.training.data import Place, Shape
+from kvx.fitting.training.examples import SuffixTokens
+from kvx.fitting.training.head import token_nats
+from kvx.fitting.training.loss import suffix_hidden
+from kvx.fitting.training.store import Table
 from kvx.models.model import Model
 
 

@@ -27,7 +27,7 @@ class Example:
         kind: for reports, such as ``"continuation"`` or ``"question"``.
 
     Example:
-        >>> from kvx.fitting.examples import Example
+        >>> from kvx.fitting.training.examples import Example
         >>> Example("Ann lives in Rome.", " Where? Rome", ((8, 12),)).scored_text
         'Rome'
     """
@@ -63,7 +63,7 @@ def suffix_tokens(example: Example, tokenizer: Tokenizer) -> SuffixTokens:
         KvxError: nothing to score, or a range outside the suffix.
 
     Example:
-        >>> from kvx.fitting.examples import Example, suffix_tokens
+        >>> from kvx.fitting.training.examples import Example, suffix_tokens
         >>> from kvx.models.random_model import byte_model
         >>> made = suffix_tokens(Example("c", "ab: yes", ((3, 7),)), byte_model().tokenizer)
         >>> made.where.tolist(), byte_model().decode(made.targets)

@@ -39,7 +39,7 @@ class Table:
 
         Example:
             >>> import numpy as np
-            >>> from kvx.fitting.store import Table
+            >>> from kvx.fitting.training.store import Table
             >>> table = Table.create(None, "pairs", (np.zeros((2, 3)), np.zeros(2)), count=5)
             >>> table.write(3, (np.ones((2, 3)), np.arange(2.0)))
             >>> [x.tolist() for x in table.read([4, 0])]
