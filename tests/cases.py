@@ -163,6 +163,7 @@ MAPPERS: dict[str, MapperCase] = {
     "full_head, one ridge": MapperCase(_fitted(full_head(layers=1, ridge=1e-6))),
     "full_head, all layers": MapperCase(_fitted(full_head(layers="all", ridge=1e-6))),
     "full_head, best layers": MapperCase(_fitted(full_head(layers=1, choice="best"))),
+    "full_head, history": MapperCase(_fitted(full_head(layers=1, history=2, history_layers=2)), exact=False),
     "full_head, own kind": MapperCase(_fitted(full_head(layers=2, inputs="same")), exact=False),
     "head_matched": MapperCase(_fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET)), exact=False),
     "head_matched, widened": MapperCase(_fitted(head_matched(layers=1, ridge=1e-6))),
@@ -193,6 +194,7 @@ def _stirred(method: Any, start: Callable[[int], CacheMap]) -> Callable[[int], C
 
 TRANSLATORS: dict[str, MapperCase] = {
     "residual": MapperCase(_stirred(residual(width=4), _fitted(full_head(layers=2))), exact=False),
+    "residual, history": MapperCase(_stirred(residual(width=4), _fitted(full_head(layers=1, history=2))), exact=False),
     "residual, by head": MapperCase(
         _stirred(residual(width=4), _fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET))), exact=False
     ),

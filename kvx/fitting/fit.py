@@ -17,6 +17,7 @@ from kvx.fitting.report import FitReport
 from kvx.fitting.stream import Reader
 from kvx.fitting.weighted import Weighed, Weighing, fit_weighed
 from kvx.mappers.base import CacheMap, Mapper, digest_map
+from kvx.mappers.history import NONE
 from kvx.models.progress import Hook, reporting
 
 ROWS = 2048
@@ -60,12 +61,13 @@ def fit(
     """
     if not 0.0 <= held_out < 1.0:
         raise KvxError(f"held_out is {held_out}; expected a share of the sequences from 0 to below 1.")
-    plan = Plan.of(pairs.source, pairs.target, method.reach(pairs.source, pairs.target))
+    read = pairs.with_history(getattr(method, "history", NONE))
+    plan = Plan.of(read.source, read.target, method.reach(read.source, read.target))
     gathered = _Gathered(plan, rows, held_out)
     with reporting(progress, "reading pairs", "percent") as report:
-        gathered.read(pairs, report)
+        gathered.read(read, report)
     train, held = gathered.moments()
-    solved = _solved(method, pairs, train, held, rows=rows, held_out=held_out, progress=progress)
+    solved = _solved(method, read, train, held, rows=rows, held_out=held_out, progress=progress)
     mapper = CacheMap(solved.params, pairs.prefix, method, pairs.source, pairs.target, pairs.rule)
     facts = {**pairs.provenance, "digest": digest_map(mapper), "pairs": pairs.digest, "facts": dict(pairs.facts)}
     mapper = dataclasses.replace(mapper, provenance=facts)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -21,6 +22,7 @@ from kvx.errors import KvxError
 from kvx.fitting.passages import sequences
 from kvx.fitting.reading import Probes, probes_of
 from kvx.fitting.sensitivity import check_mode, sensitivity
+from kvx.mappers.history import History, with_history, with_history_layers
 from kvx.mappers.linear import aligned_rows, cache_rows
 from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
@@ -60,6 +62,9 @@ class PairBatch:
         return f"PairBatch({batch} sequences of up to {length} target tokens)"
 
 
+Stream = Callable[[Callable[[float], Any]], Iterator[PairBatch]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Pairs:
     """Paired caches, made anew each time they are iterated over, and what they were made from.
@@ -74,14 +79,14 @@ class Pairs:
         sensitive: makes the stream that also holds sensitivities, from their mode; ``None`` where nothing can.
     """
 
-    batches: Callable[[Callable[[float], Any]], Iterator[PairBatch]]
+    batches: Stream
     source: CacheGeometry
     target: CacheGeometry
     prefix: KVCache | None = None
     rule: str = "covering"
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sensitive: Callable[[str], Callable[[Callable[[float], Any]], Iterator[PairBatch]]] | None = None
+    sensitive: Callable[[str], Stream] | None = None
 
     def weighed(self, mode: str) -> Pairs:
         """The same pairs, whose batches also hold sensitivities (``"probes"`` or ``"all"``) and queries.
@@ -93,6 +98,26 @@ class Pairs:
         if self.sensitive is None:
             raise KvxError("these pairs hold caches without queries, so nothing tells sensitivities; use kvx.pairs.")
         return dataclasses.replace(self, batches=self.sensitive(mode))
+
+    def with_history(self, history: History) -> Pairs:
+        """The same pairs, whose source caches also hold the layers of a history; see :mod:`kvx.mappers.history`."""
+        if not history.lags:
+            return self
+
+        def longer(batches: Stream) -> Stream:
+            def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
+                for batch in batches(report):
+                    yield dataclasses.replace(batch, source=_longer(batch.source, history))
+
+            return stream
+
+        sensitive = self.sensitive
+        return dataclasses.replace(
+            self,
+            batches=longer(self.batches),
+            source=with_history_layers(self.source, history),
+            sensitive=None if sensitive is None else lambda mode: longer(sensitive(mode)),
+        )
 
     def __iter__(self) -> Iterator[PairBatch]:
         return self.batches(lambda percent: None)
@@ -251,6 +276,12 @@ def _read_target(
     queries = jnp.asarray(out.queries)
     found = sensitivity(target.config, queries, positions, out.cache, mode=mode, first=prefix)
     return out.cache, found[:, :, :, prefix:], probes_of(target.config, queries, positions, first=prefix)
+
+
+@functools.partial(jax.jit, static_argnames=("history",))
+def _longer(cache: KVCache, history: History) -> KVCache:
+    """:func:`kvx.mappers.history.with_history`, compiled."""
+    return with_history(unrotate_keys(cache) if cache.rotated else cache, history)
 
 
 def _batched(found: Iterable[tuple[str, int]], size: int) -> Iterator[list[tuple[int, str, int]]]:

@@ -12,6 +12,7 @@ from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
 from kvx.mappers.base import Support
+from kvx.mappers.history import NONE, History, check_history
 from kvx.mappers.linear import LinearParams, apply_linear
 from kvx.mappers.support import (
     RANKING_RIDGE,
@@ -19,8 +20,9 @@ from kvx.mappers.support import (
     check_settings,
     check_weighing,
     layer_entry,
-    nearest_layers,
+    reach_of,
     support_of,
+    with_low,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class FullHead:
         ridges: candidates; with several, each target layer and component takes the best on held-out rows.
         sensitivity: which sensitivities weigh the rows (``"probes"``, ``"all"``), ``None`` for uniform weights.
         select: the best ridge is that of held-out ``"r2"``, or of held-out ``"attention"`` output.
+        history: earlier tokens that are read too; the geometries that methods below get hold its layers.
     """
 
     layers: int | str = 7
@@ -46,12 +49,13 @@ class FullHead:
     ridges: tuple[float, ...] = RIDGES
     sensitivity: str | None = None
     select: str = "r2"
+    history: History = NONE
 
     def reach(self, source: CacheGeometry, target: CacheGeometry) -> tuple[tuple[int, ...], ...] | None:
         """Source layers that may feed each target layer; ``None`` when any may."""
         if self.choice == "best" or self.layers == "all":
             return None
-        return nearest_layers(source.num_layers, target.num_layers, int(self.layers))
+        return reach_of(source, target, int(self.layers), self.history)
 
     def fit(self, moments: Moments, held_out: Moments | None = None) -> LinearParams:
         """Solve for every target layer; see :func:`full_head`.
@@ -74,7 +78,7 @@ class FullHead:
             for layer, layers in enumerate(self._supports(moments, held_out))
             for component in (0, 1)
         ]
-        return support_of(entries, source, target, inputs=self.inputs)
+        return support_of(entries, source, target, inputs=self.inputs, history=self.history)
 
     def apply(self, params: LinearParams, cache: KVCache, alignment: Alignment) -> KVCache:
         """The target's cache of the context; see :func:`kvx.mappers.linear.apply_linear`."""
@@ -82,21 +86,22 @@ class FullHead:
 
     def _supports(self, moments: Moments, held_out: Moments | None) -> tuple[tuple[int, ...], ...]:
         source, target = moments.source, moments.target
-        count = source.num_layers if self.layers == "all" else int(self.layers)
-        if self.choice == "nearest" or count >= source.num_layers:
-            return nearest_layers(source.num_layers, target.num_layers, count)
+        own = source.num_layers - self.history.count
+        count = own if self.layers == "all" else min(int(self.layers), own)
+        if self.choice == "nearest" or count == own:
+            return reach_of(source, target, count, self.history)
         if held_out is None:
             raise KvxError("choosing source layers by score needs held-out moments; fit with held_out above 0.")
         singles = [
             layer_entry(source, target, layer, component, (one,), self.inputs)
-            for one in range(source.num_layers)
+            for one in range(own)
             for layer in range(target.num_layers)
             for component in (0, 1)
         ]
         scores = np.array([score.mean() for score in moments.scores(held_out, singles, RANKING_RIDGE)])
-        ranked = scores.reshape(source.num_layers, target.num_layers, 2).mean(axis=2)
+        ranked = scores.reshape(own, target.num_layers, 2).mean(axis=2)
         best = np.argsort(-ranked, axis=0, kind="stable")[:count]
-        return tuple(tuple(sorted(column.tolist())) for column in best.T)
+        return tuple(with_low(column.tolist(), source, self.history) for column in best.T)
 
 
 def full_head(
@@ -106,6 +111,8 @@ def full_head(
     ridge: float | tuple[float, ...] | None = None,
     sensitivity: bool | Literal["probes", "all"] | None = False,
     select: Literal["r2", "attention"] = "r2",
+    history: int = 0,
+    history_layers: int = 1,
 ) -> FullHead:
     """Ridge regression of each target layer's keys and values on all heads of k source layers.
 
@@ -126,6 +133,9 @@ def full_head(
         select: what chooses among several ridges: held-out ``"r2"``, or held-out ``"attention"`` output: what the
             target's queries read from the predicted keys and values, against what they read natively (a second pass as
             well).
+        history: source tokens before the aligned one that are read too, in the ``history_layers`` lowest source layers
+            (which are then read at the aligned token as well); see :func:`kvx.mappers.history.with_history`.
+        history_layers: see ``history``.
 
     Returns:
         The method; fit it with :func:`kvx.fit`.
@@ -147,4 +157,4 @@ def full_head(
     """
     ridges = check_settings(layers, inputs, choice, ridge)
     mode = check_weighing(sensitivity, select, ridges)
-    return FullHead(layers, inputs, choice, ridges, mode, select)
+    return FullHead(layers, inputs, choice, ridges, mode, select, check_history(history, history_layers))

@@ -15,6 +15,7 @@ from kvx.alignment import Alignment, resample
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry
 from kvx.mappers.base import Entry, EntryReport, Fitted, context_cache, groups_of
+from kvx.mappers.history import NONE, History, with_history
 from kvx.typing import host, pytree, static
 from pallas_kernels.apply import Linear, folded_bias, project
 
@@ -54,6 +55,7 @@ class LinearParams:
         inputs: ``"both"`` (blocks hold keys and values) or ``"same"`` (keys feed keys, values feed values).
         by_head: whether a block is one head of a source layer; else it is all heads of one.
         dtype: of the caches it makes.
+        history: earlier tokens that are read, as further source layers (whose blocks stand after the cache's own).
         report: host only: how each entry was fitted.
     """
 
@@ -63,6 +65,7 @@ class LinearParams:
     inputs: str = static(default="both")
     by_head: bool = static(default=False)
     dtype: str = static(default="float32")
+    history: History = static(default=NONE)
     report: tuple[EntryReport, ...] | None = host(default=None)
 
     @property
@@ -90,6 +93,7 @@ def apply_linear(params: LinearParams, cache: KVCache, alignment: Alignment, ali
     Returns:
         The target's cache of the context: T slots, positions of the alignment, zeros where nothing is fed.
     """
+    cache = with_history(cache, params.history)
     if params.by_head:
         keys, values = (
             grouped(made, maps, params.target)
@@ -268,14 +272,15 @@ def assemble(
     inputs: str = "both",
     by_head: bool = False,
     dtype: Any = "float32",
+    history: History = NONE,
 ) -> LinearParams:
     """Stack solved entries into parameters.
 
     Args:
         entries: the support table: for each target layer keys then values, each in the order of the heads.
         fitted: the solution of each.
-        source: geometry of the source; target: of the target.
-        inputs, by_head, dtype: as in :class:`LinearParams`.
+        source: geometry of the source, with the layers of the history; target: of the target.
+        inputs, by_head, dtype, history: as in :class:`LinearParams`.
 
     Returns:
         Parameters in float32.
@@ -296,7 +301,7 @@ def assemble(
                 maps.append(BlockMap(gather, w, center, mean, cov, alike))
         sides.append(tuple(maps))
     report = tuple(one.report for one in fitted)
-    return LinearParams(sides[0], sides[1], target, inputs, by_head, jnp.dtype(dtype).name, report)
+    return LinearParams(sides[0], sides[1], target, inputs, by_head, jnp.dtype(dtype).name, history, report)
 
 
 def block_widths(source: CacheGeometry, inputs: str, component: int, by_head: bool) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
 from kvx.mappers.base import Entry, Support
+from kvx.mappers.history import NONE, History
 from kvx.mappers.linear import assemble, part_of
 
 RIDGES = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
@@ -67,18 +68,20 @@ def support_of(
     *,
     inputs: str = "both",
     by_head: bool = False,
+    history: History = NONE,
 ) -> Support:
     """A support table whose solved entries become one linear map.
 
     Args:
         entries: the table: for each target layer keys then values, each in the order of the heads.
-        source, target: geometries.
-        inputs, by_head: as in :class:`kvx.mappers.linear.LinearParams`.
+        source, target: geometries, the source's with the layers of the history.
+        inputs, by_head, history: as in :class:`kvx.mappers.linear.LinearParams`.
 
     Returns:
         The support; its parameters tell how each entry went (``report``).
     """
-    return Support(entries, lambda fitted: assemble(entries, fitted, source, target, inputs=inputs, by_head=by_head))
+    settings: dict[str, Any] = {"inputs": inputs, "by_head": by_head, "history": history}
+    return Support(entries, lambda fitted: assemble(entries, fitted, source, target, **settings))
 
 
 def check_settings(layers: Any, inputs: str, choice: str, ridge: float | tuple[float, ...] | None) -> tuple[float, ...]:
@@ -139,3 +142,28 @@ def nearest_layers(source_layers: int, target_layers: int, count: int) -> tuple[
         first = int(np.clip(np.floor(depth - (count - 1) / 2 + 0.5), 0, source_layers - count))
         found.append(tuple(range(first, first + count)))
     return tuple(found)
+
+
+def reach_of(source: CacheGeometry, target: CacheGeometry, count: int, history: History) -> tuple[tuple[int, ...], ...]:
+    """For each target layer its nearest source layers, and those of the history.
+
+    Args:
+        source: geometry with the layers of the history; target: of the target.
+        count: nearest layers of the source's own.
+        history: what is read of earlier tokens.
+
+    Example:
+        >>> from kvx.fitting.synthetic import SOURCE, TARGET
+        >>> from kvx.mappers.history import History, with_history_layers
+        >>> from kvx.mappers.support import reach_of
+        >>> longer = with_history_layers(SOURCE, History(lags=2, layers=1))
+        >>> reach_of(longer, TARGET, 1, History(lags=2, layers=1))
+        ((0, 3, 4), (0, 2, 3, 4))
+    """
+    near = nearest_layers(source.num_layers - history.count, target.num_layers, count)
+    return tuple(with_low(layers, source, history) for layers in near)
+
+
+def with_low(layers: Sequence[int], source: CacheGeometry, history: History) -> tuple[int, ...]:
+    """Source layers with what a history adds: the low layers at the aligned token and at the earlier ones."""
+    return tuple(sorted({*layers, *history.low, *history.extra(source.num_layers)}))

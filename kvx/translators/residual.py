@@ -15,6 +15,7 @@ from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
 from kvx.mappers.base import CacheMap, context_cache
+from kvx.mappers.history import with_history
 from kvx.mappers.linear import HIGHEST, LinearParams, grouped, source_blocks
 from kvx.translators.base import Aux, Sample
 from kvx.translators.residual_params import Branch, Output, ResidualParams, branches_of
@@ -49,7 +50,15 @@ class Residual:
             )
         deviations = _deviations(linear, sample) if sample else None
         branches = branches_of(linear, deviations, self.width, key)
-        settings = (linear.target, linear.inputs, linear.by_head, linear.dtype, self.gate_rate, linear.report)
+        settings = (
+            linear.target,
+            linear.inputs,
+            linear.by_head,
+            linear.dtype,
+            self.gate_rate,
+            linear.history,
+            linear.report,
+        )
         return ResidualParams(branches, *settings)
 
     def apply(
@@ -163,6 +172,7 @@ def _outputs(params: ResidualParams, cache: KVCache, alignment: Alignment) -> li
 
 def _blocks(params: ResidualParams | LinearParams, cache: KVCache, alignment: Alignment) -> tuple[Array, Array]:
     """Source blocks ``[U,B,T,F]`` that keys and values read."""
+    cache = with_history(cache, params.history)
     if params.inputs == "both":
         both = source_blocks(cache, alignment, (0, 1), params.by_head)
         return both, both

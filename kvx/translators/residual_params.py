@@ -13,6 +13,7 @@ from jaxtyping import Array
 from kvx.cache.geometry import CacheGeometry
 from kvx.mappers.base import EntryReport
 from kvx.mappers.controls import scrambling
+from kvx.mappers.history import NONE, History
 from kvx.mappers.linear import HIGHEST, BlockMap, LinearParams
 from kvx.typing import host, pytree, static
 
@@ -69,7 +70,7 @@ class ResidualParams:
 
     Attributes:
         branches: see :class:`Branch`.
-        target, inputs, by_head, dtype: as in :class:`kvx.mappers.linear.LinearParams`.
+        target, inputs, by_head, dtype, history: as in :class:`kvx.mappers.linear.LinearParams`.
         rate: multiplier of the gates.
         report: host only: how each entry of the closed form was fitted.
     """
@@ -80,6 +81,7 @@ class ResidualParams:
     by_head: bool = static(default=False)
     dtype: str = static(default="float32")
     rate: float = static(default=1.0)
+    history: History = static(default=NONE)
     report: tuple[EntryReport, ...] | None = host(default=None)
 
     @property
