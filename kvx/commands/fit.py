@@ -36,6 +36,10 @@ class FitSettings(Common):
     """Source heads by their score on held-out moments, or by index; head_matched only."""
     budget: int | None = None
     """Size of the map in bytes, at most: fewer source layers, wider support only within it; head_matched only."""
+    history: int = 0
+    """Source tokens before the aligned one that are read too; full_head only. Copying heads need them: try 4."""
+    history_layers: int = 1
+    """Lowest source layers that --history reads."""
     ridge: float | None = 1e-3
     """Ridge on the scaled Gram (no unit); None: chosen by held-out explained variance, which shrinks more."""
     sensitivity: Literal["probes", "all"] | None = None
@@ -137,10 +141,12 @@ def mapper_of(settings: FitSettings) -> Mapper:
         raise UsageError(f"--select attention chooses among ridges, but --ridge is {settings.ridge}; add --ridge None.")
     shared = {name: getattr(settings, name) for name in _SHARED}
     if settings.method == "head_matched":
+        if settings.history:
+            raise UsageError("--history is a setting of full_head; add --method full_head, or leave it.")
         return head_matched(heads=settings.heads, budget=settings.budget, **shared)
     if settings.budget is not None or settings.heads != "learned":
         raise UsageError("--heads and --budget are settings of head_matched; add --method head_matched, or leave them.")
-    return full_head(**shared)
+    return full_head(history=settings.history, history_layers=settings.history_layers, **shared)
 
 
 def pairs_of(settings: FitSettings, source: Model, target: Model, texts: Sequence[str]) -> Pairs:

@@ -17,6 +17,7 @@ from kvx.errors import KvxError
 
 if TYPE_CHECKING:
     from kvx.cache.geometry import CacheGeometry
+    from kvx.mappers.base import CacheMap
     from kvx.models.config import ModelConfig
 
 MANIFEST = "manifest.json"
@@ -89,23 +90,30 @@ def _mapper(path: Path) -> dict[str, Any]:
         "retained": result.get("retained"),
         "geometry": layer_runs(mapper.target),
         "source_geometry": layer_runs(mapper.source),
-        "support": _support(mapper.params),
+        "support": _support(mapper),
     }
 
 
-def _support(params: Any) -> list[dict[str, Any]]:
-    """Which source layers and heads (``layer:head``) feed which target heads; empty for maps without a support."""
+def _support(mapper: CacheMap) -> list[dict[str, Any]]:
+    """Which source layers and heads (``layer:head``) feed which target heads; empty for maps without a support.
+
+    ``earlier`` names layers of earlier tokens: ``0@-2`` is layer 0 of the source token two before the aligned one.
+    """
+    from kvx.mappers.history import NONE
+
+    own, history = mapper.source.num_layers, getattr(mapper.params, "history", NONE)
     return [
         {
             "target_layer": entry.target,
             "component": entry.component,
             "target_heads": list(range(*entry.heads)),
-            "source_layers": list(entry.source_layers),
+            "source_layers": [i for i in entry.source_layers if i < own],
+            "earlier": [history.name(i, own) for i in entry.source_layers if i >= own],
             "source_heads": [f"{layer}:{head}" for layer, head in entry.source_heads] or "all",
             "ridge": entry.ridge,
             "condition": entry.condition,
         }
-        for entry in getattr(params, "report", None) or ()
+        for entry in getattr(mapper.params, "report", None) or ()
     ]
 
 

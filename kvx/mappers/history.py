@@ -40,6 +40,17 @@ class History:
         """Numbers of the gained layers, the last of ``num_layers``."""
         return tuple(range(num_layers - self.count, num_layers))
 
+    def name(self, layer: int, own: int) -> str:
+        """A gained layer in words: ``"0@-2"`` is layer 0 of the token two before; ``own``: the source's layers.
+
+        Example:
+            >>> from kvx.mappers.history import History
+            >>> [History(lags=2, layers=1).name(i, 30) for i in (30, 31)]
+            ['0@-1', '0@-2']
+        """
+        lag, low = divmod(layer - own, self.layers)
+        return f"{low}@-{lag + 1}"
+
 
 NONE = History()
 

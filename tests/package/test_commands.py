@@ -74,6 +74,19 @@ def test_head_matched_maps_are_fitted_and_inspected(pair, tmp_path: Path, capsys
     assert "HeadMatched" in capsys.readouterr().out
 
 
+def test_maps_with_a_history_are_fitted_and_inspected(pair, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "m"
+    fit = ["fit", *pair.models, "--text", str(pair.text), "--out", str(folder), *FIT, "--history", "2"]
+    assert cli.main([*fit, "--method", "head_matched"]) == 2
+    assert "--history is a setting of full_head" in capsys.readouterr().err
+    assert cli.main([*fit, "--json"]) == 0
+    capsys.readouterr()
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    for row in figures(capsys)["support"]:
+        assert row["earlier"] == ["0@-1", "0@-2"]
+        assert 0 in row["source_layers"] and max(row["source_layers"]) < 3
+
+
 def test_inspect_tells_what_a_model_is(pair, capsys) -> None:
     assert cli.main(["inspect", str(pair.source), "--json"]) == 0
     found = figures(capsys)
