@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from kvx.models.prefill import next_token_logits as next_token_logits
     from kvx.models.prefill import prefill as prefill
     from kvx.models.prefill import token_logprobs as token_logprobs
+    from kvx.models.replay import ReplayPlan as ReplayPlan
+    from kvx.models.replay import replay as replay
     from kvx.pipeline import handoff as handoff
     from kvx.pipeline import translate as translate
 
@@ -52,6 +54,7 @@ _HOMES = {
     "KVCache": "kvx.cache.cache",
     "KvxError": "kvx.errors",
     "Model": "kvx.models.model",
+    "ReplayPlan": "kvx.models.replay",
     "TrainingLoss": "kvx.fitting.training.loss",
     "align": "kvx.alignment",
     "chain": "kvx.mappers.chain",
@@ -72,6 +75,7 @@ _HOMES = {
     "next_token_logits": "kvx.models.prefill",
     "pairs": "kvx.fitting.pairs",
     "prefill": "kvx.models.prefill",
+    "replay": "kvx.models.replay",
     "save": "kvx.fitting.checkpoint",
     "stream": "kvx.models.generate",
     "to_transformers": "kvx.cache.layouts",
