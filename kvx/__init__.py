@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvx.fitting.training.dump import training_data as training_data
     from kvx.fitting.training.loss import TrainingLoss as TrainingLoss
     from kvx.fitting.training.train import train as train
+    from kvx.fitting.training.window_search import search_window as search_window
     from kvx.mappers.base import CacheMap as CacheMap
     from kvx.mappers.chain import chain as chain
     from kvx.mappers.identity import identity as identity
@@ -77,6 +78,7 @@ _HOMES = {
     "prefill": "kvx.models.prefill",
     "replay": "kvx.models.replay",
     "save": "kvx.fitting.checkpoint",
+    "search_window": "kvx.fitting.training.window_search",
     "stream": "kvx.models.generate",
     "to_transformers": "kvx.cache.layouts",
     "token_logprobs": "kvx.models.prefill",

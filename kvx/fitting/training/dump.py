@@ -111,9 +111,11 @@ def training_data(
         "rule": start.rule,
         "max_length": max_length,
         "measured": job.measured,
-        "kept": [loss.distil > 0, loss.cache > 0, loss.cache > 0 and loss.sensitivity, str(dtype)],
+        "kept": [loss.distil > 0, loss.compares, loss.cache > 0 and loss.sensitivity, str(dtype)],
         "batch_size": batch_size,
     }
+    if loss.correction:
+        facts["kept"].append("tokens")
     home = None if folder is None else Path(folder)
     known = None if home is None else _reopened(home, facts)
     if known is None:
@@ -241,13 +243,15 @@ class _Job:
             align(self.source, self.target, filled, rule=self.rule, length=length), report=None
         )
         made = Contexts(self._cast(source), alignment)
-        if not (self.measured or self.loss.cache):
+        if not (self.measured or self.loss.compares):
             return made, None
         tokens = writer.encode_batch(filled, bos=False, length=length)
+        if self.loss.correction:
+            made = dataclasses.replace(made, tokens=jnp.asarray(tokens, jnp.int32))
         lead = None if self.prefix is None else select_batch(self.prefix, [0] * len(filled))
         weighed = self.loss.cache > 0 and self.loss.sensitivity
         whole, queries = _native(self.target, tokens, lead, weighed)
-        if self.loss.cache:
+        if self.loss.compares:
             native = slice_slots(whole, self.held, self.held + length)
             made = dataclasses.replace(made, native=self._cast(native))
         if weighed:
