@@ -132,7 +132,7 @@ def replay_states(
         The cache, and ``[L+1,B,N,M]``: what enters each layer and what leaves the last, of the N tokens run again.
     """
     made, held = _checked(target, tokens, moved, plan)
-    cache, states = _replay(target, made, moved, plan, held, False)
+    cache, states = _replay(target, made, moved, plan, held, collect=True)
     return cache, jnp.stack(states)
 
 
@@ -155,11 +155,17 @@ def _checked(target: Model, tokens: Any, moved: KVCache, plan: ReplayPlan) -> tu
     return Request(made.tokens, None, made.cache), held
 
 
-@partial(jax.jit, static_argnames=("plan", "held", "remat"))
+@partial(jax.jit, static_argnames=("plan", "held", "remat", "collect"))
 def _replay(
-    target: Model, made: Request, moved: KVCache, plan: ReplayPlan, held: int, remat: bool
+    target: Model,
+    made: Request,
+    moved: KVCache,
+    plan: ReplayPlan,
+    held: int,
+    remat: bool = False,
+    collect: bool = False,
 ) -> tuple[KVCache, list[Array]]:
-    """The cache, and the residual stream before each layer and after the last."""
+    """The cache, and on demand the residual stream before each layer and after the last."""
     c, window = target.config, plan.layers(target.config)
     moved = unrotate_keys(moved) if moved.rotated else moved
     pos = resolve_positions(made)
@@ -187,7 +193,7 @@ def _replay(
         keys.append(k)
         values.append(v)
         states.append(x)
-    return _written(moved, keys, values, pos, held, plan.every), states
+    return _written(moved, keys, values, pos, held, plan.every), states if collect else []
 
 
 def _operands(view: LayerView, at: Array, held: int, every: int, inside: bool) -> tuple[list[LayerView], Array]:
