@@ -36,7 +36,7 @@ class ReplayPlan:
         >>> from kvx.models.replay import ReplayPlan
         >>> full, half = (ReplayPlan(1, every=n).flops(tiny_config(), tokens=100) for n in (1, 2))
         >>> full, round(half / full, 2)
-        (1999360, 0.5)
+        (2387200, 0.5)
     """
 
     start: int = 0

@@ -58,7 +58,7 @@ def _outputs(
         if part.router is not None:
             noise = _noise(method, rng, n, (len(part.layers), *alignment.pos.shape))
         step = functools.partial(_layer, blocks=feeds[part.component], fixed=fixed, rate=params.rate, top=method.top)
-        y, did = jax.lax.scan(lambda _, x, step=step: (None, step(*x)), None, (part, noise))[1]
+        y, did = jax.lax.scan(step, None, (part, noise))[1]
         made.append(y)
         if part.router is not None:
             routed.append(did)
@@ -94,9 +94,10 @@ def _attended(
 
 
 def _layer(
-    one: Part, noise: Array | None, *, blocks: Array, fixed: Array | None, rate: float, top: int | None
-) -> tuple[Array, Routed | None]:
+    _: None, given: tuple[Part, Array | None], *, blocks: Array, fixed: Array | None, rate: float, top: int | None
+) -> tuple[None, tuple[Array, Routed | None]]:
     """Output ``[B,K,T,D]`` of one target layer and its router's logits and weights, as a step of a scan."""
+    one, noise = given
     x = jnp.moveaxis(blocks[one.gather], 1, 3)  # [E,B,T,k,F]
     entries, batch, tokens = x.shape[:3]
     x = x.reshape(entries, batch, tokens, -1) - one.center[:, None, None]
@@ -116,7 +117,7 @@ def _layer(
     if one.turn is not None:
         offset = jnp.einsum("bktd,kdf->bktf", y - _rows(one.average), one.turn, precision=HIGHEST)
         y = _rows(one.average) + offset
-    return y, did
+    return None, (y, did)
 
 
 def _by_head(y: Array, one: Part) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,6 @@ from kvx.typing import host, pytree, static
 
 if TYPE_CHECKING:
     from kvx.translators.mixture import Mixture
-
-_CONTROLS = ("average", "covariance", "turn")
 
 
 @pytree
@@ -87,8 +85,8 @@ class MixtureParams:
     @property
     def stored(self) -> int:
         """Bytes that a translation reads: everything but what only controls need."""
-        bare = [dataclasses.replace(part, **dict.fromkeys(_CONTROLS)) for part in self.parts]
-        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((bare, self.banks)))
+        controls = [(part.average, part.covariance, part.turn) for part in self.parts]
+        return _bytes((self.parts, self.banks)) - _bytes(controls)
 
     @property
     def routers(self) -> dict[str, Router]:
@@ -103,9 +101,15 @@ class MixtureParams:
         """The constant control: every token gets the average output, whatever was read."""
 
         def silence(part: Part, _: Array) -> Part:
-            zeros = {n: jnp.zeros_like(getattr(part, n)) for n in ("coefficients", "bias", "covariance")}
-            gate = None if part.gate is None else jnp.zeros_like(part.gate)
-            return dataclasses.replace(part, **zeros, gate=gate, mean=part.average, turn=None)
+            return dataclasses.replace(
+                part,
+                coefficients=jnp.zeros_like(part.coefficients),
+                bias=jnp.zeros_like(part.bias),
+                covariance=jnp.zeros_like(part.covariance),
+                gate=None if part.gate is None else jnp.zeros_like(part.gate),
+                mean=part.average,
+                turn=None,
+            )
 
         return self._changed(silence, key)
 
@@ -124,6 +128,10 @@ class MixtureParams:
         keys = jax.random.split(key, len(self.parts))
         made = tuple(change(part, k) for part, k in zip(self.parts, keys, strict=True))
         return dataclasses.replace(self, parts=made, report=None)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def _mixed(spec: str, *arrays: Array) -> Array:

@@ -103,6 +103,7 @@ def training_data(
             f"{batch_size} at a time; give shorter contexts or a larger max_length."
         )
     tokens = [suffix_tokens(example, target._tokenizer()) for example in kept]
+    compared = [loss.distil > 0, loss.compares, loss.cache > 0 and loss.sensitivity, str(dtype)]
     facts = {
         "examples": digest_examples(kept),
         "left_out": len(examples) - len(kept),
@@ -111,11 +112,9 @@ def training_data(
         "rule": start.rule,
         "max_length": max_length,
         "measured": job.measured,
-        "kept": [loss.distil > 0, loss.compares, loss.cache > 0 and loss.sensitivity, str(dtype)],
+        "kept": [*compared, "tokens"] if loss.correction else compared,
         "batch_size": batch_size,
     }
-    if loss.correction:
-        facts["kept"].append("tokens")
     home = None if folder is None else Path(folder)
     known = None if home is None else _reopened(home, facts)
     if known is None:
