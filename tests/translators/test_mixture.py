@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ KINDS = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
 
 
 def draw(seed: int) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Tokens ``[B,T,P]`` of two kinds, told by their first feature, that need a linear map each, and what these give."""
+    """Tokens ``[B,T,P]`` of two kinds, told by their first feature, what a linear map of each makes, and the kinds."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(0, 2, (4, 32))
     x = rng.standard_normal((4, 32, 6)).astype(np.float32)
