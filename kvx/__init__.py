@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvx.fitting.training.dump import training_data as training_data
     from kvx.fitting.training.loss import TrainingLoss as TrainingLoss
     from kvx.fitting.training.train import train as train
+    from kvx.fitting.training.window_search import search_window as search_window
     from kvx.mappers.base import CacheMap as CacheMap
     from kvx.mappers.chain import chain as chain
     from kvx.mappers.identity import identity as identity
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from kvx.models.prefill import next_token_logits as next_token_logits
     from kvx.models.prefill import prefill as prefill
     from kvx.models.prefill import token_logprobs as token_logprobs
+    from kvx.models.replay import ReplayPlan as ReplayPlan
+    from kvx.models.replay import replay as replay
     from kvx.pipeline import handoff as handoff
     from kvx.pipeline import translate as translate
 
@@ -52,6 +55,7 @@ _HOMES = {
     "KVCache": "kvx.cache.cache",
     "KvxError": "kvx.errors",
     "Model": "kvx.models.model",
+    "ReplayPlan": "kvx.models.replay",
     "TrainingLoss": "kvx.fitting.training.loss",
     "align": "kvx.alignment",
     "chain": "kvx.mappers.chain",
@@ -72,7 +76,9 @@ _HOMES = {
     "next_token_logits": "kvx.models.prefill",
     "pairs": "kvx.fitting.pairs",
     "prefill": "kvx.models.prefill",
+    "replay": "kvx.models.replay",
     "save": "kvx.fitting.checkpoint",
+    "search_window": "kvx.fitting.training.window_search",
     "stream": "kvx.models.generate",
     "to_transformers": "kvx.cache.layouts",
     "token_logprobs": "kvx.models.prefill",

@@ -21,7 +21,7 @@ from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
 from kvx.mappers import CacheMap, full_head, head_matched
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
-from kvx.translators import residual, untrained
+from kvx.translators import mixture, residual, untrained
 from kvx.translators.base import with_params
 from pallas_kernels.apply import Linear
 from pallas_kernels.apply import apply as kernel_apply
@@ -197,6 +197,21 @@ TRANSLATORS: dict[str, MapperCase] = {
     "residual, history": MapperCase(_stirred(residual(width=4), _fitted(full_head(layers=1, history=2))), exact=False),
     "residual, by head": MapperCase(
         _stirred(residual(width=4), _fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET))), exact=False
+    ),
+    "mixture": MapperCase(_stirred(mixture(width=4), _fitted(full_head(layers=2))), exact=False),
+    "mixture, two of three, by head, in a window": MapperCase(
+        _stirred(
+            mixture(width=4, experts=3, top=2, window=(1, 1)),
+            _fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET)),
+        ),
+        exact=False,
+    ),
+    "mixture of attention, dense": MapperCase(
+        _stirred(
+            mixture(expert="attention", top=None, width=8, heads=2, depth=1),
+            _fitted(full_head(layers=2, inputs="same")),
+        ),
+        exact=False,
     ),
 }
 

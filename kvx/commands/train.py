@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvx.fitting.training.train_report import TrainReport
     from kvx.mappers.base import CacheMap
     from kvx.models.model import Model
+    from kvx.translators.base import Translator
 
 REPORT = "training.json"  # beside the translator
 
@@ -45,10 +46,42 @@ class LossSettings(TextSettings):
     """Of the divergence."""
     top_k: int | None = None
     """Tokens the divergence compares, likeliest first; None: all."""
+    correction_weight: float = 0.0
+    """Squared error of what the target makes when it reads the context again over translated keys and values."""
+    injection: tuple[int, int] | None = None
+    """First target layer that reads them in that replay, and the one after the last; None: the window, or all."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(LossSettings):
+class MethodSettings(LossSettings):
+    """Which translator is trained."""
+
+    method: Literal["residual", "mixture"] = "residual"
+    """One network beside the mapper, or several experts with a router."""
+    width: int = 128
+    """Channels inside the residual's network or each expert."""
+    frozen: bool = False
+    """Leave the mapper's coefficients as they are and train what is beside them alone."""
+    experts: int = 2
+    """Experts of the mixture."""
+    top: int | None = 1
+    """Experts that translate a token; None: all, weighted by the router."""
+    expert: Literal["mlp", "attention"] = "mlp"
+    """An expert reads its own token only, or attends to the context's other tokens."""
+    depth: int = 2
+    """Stages of an attention expert."""
+    heads: int = 16
+    """Attention heads of an attention expert; they divide the width."""
+    window: tuple[int, int] | None = None
+    """First channel (pair of layers at the same depth) with experts, and how many; None: all layers."""
+    causal: bool = True
+    """Attention experts read no later token, so a context may be extended."""
+    balance: float = 0.01
+    """Weight of the penalty on experts that translate more than others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(MethodSettings):
     """Settings of ``kvx train``."""
 
     mapper: Path | None = None
@@ -73,10 +106,6 @@ class Train(LossSettings):
     """Passages set aside to choose the best parameters."""
     judge_questions: int = 32
     """Questions set aside, by their contexts, to choose the best parameters."""
-    width: int = 128
-    """Channels between the residual's two layers."""
-    frozen: bool = False
-    """Leave the mapper's coefficients as they are and train the residual alone."""
     steps: int = 1000
     """Moves of the optimizer, at most."""
     minutes: float | None = None
@@ -147,10 +176,11 @@ def run(settings: Train, out: Output) -> Outcome:
     started = time.perf_counter()
     start = kvx.load(Path(str(settings.mapper)))
     source, target = models_of(start, settings.source, settings.target, settings.dtype)
+    method, loss = method_of(settings), loss_of(settings, start)
     trained, judged, questions, hashes = examples_of(settings, target)
-    data = _read(settings, source, target, start, trained, "train", out)
-    held_out = _read(settings, source, target, start, judged, "judge", out) if judged else None
-    made, report = _train(settings, start, data, held_out, questions, out)
+    data = _read(settings, source, target, start, trained, loss, out)
+    held_out = _read(settings, source, target, start, judged, None, out) if judged else None
+    made, report = _train(settings, method, start, data, held_out, questions, out)
     kvx.save(folder, made, overwrite=settings.overwrite)
     plain = {**report.to_json(), "hashes": hashes}
     (folder / REPORT).write_text(json.dumps(jsonable(plain), indent=1), encoding="utf-8")
@@ -167,15 +197,35 @@ def run(settings: Train, out: Output) -> Outcome:
     return Outcome({**figures, "seconds": time.perf_counter() - started})
 
 
-def loss_of(settings: Train) -> TrainingLoss:
-    """The loss that the settings describe."""
-    from kvx.fitting.training.loss import TrainingLoss
+def method_of(settings: MethodSettings) -> Translator:
+    """The translator that the settings describe.
 
+    Raises:
+        KvxError: settings out of range.
+    """
+    from kvx.translators import mixture, residual
+
+    if settings.method == "residual":
+        return residual(width=settings.width, frozen=settings.frozen)
+    names = ("experts", "top", "expert", "width", "depth", "heads", "window", "causal", "balance", "frozen")
+    return mixture(**{name: getattr(settings, name) for name in names})
+
+
+def loss_of(settings: Train, start: CacheMap) -> TrainingLoss:
+    """The loss that the settings describe; a window of the mixture is where the correction injects by default."""
+    from kvx.fitting.training.loss import TrainingLoss
+    from kvx.translators.channels import injection
+
+    inject = settings.injection
+    if inject is None and settings.method == "mixture" and settings.correction_weight:
+        inject = injection(settings.window, start.source.num_layers, start.target.num_layers)
     return TrainingLoss(
         suffix=settings.suffix_weight,
         gain=settings.gain_weight,
         distil=settings.distil_weight,
         cache=settings.cache_weight,
+        correction=settings.correction_weight,
+        injection=inject,
         temperature=settings.temperature,
         top_k=settings.top_k,
         sensitivity=settings.sensitivity,
@@ -188,19 +238,20 @@ def _read(
     target: Model,
     start: CacheMap,
     examples: Sequence[Example],
-    side: str,
+    loss: TrainingLoss | None,
     out: Output,
 ) -> TrainingData:
-    """Examples as both models read them."""
+    """Examples as both models read them: to train on with a loss, to judge on without one."""
     import kvx
 
+    side = "judge" if loss is None else "train"
     data = kvx.training_data(
         source,
         target,
         examples,
         start,
-        loss=loss_of(settings) if side == "train" else None,
-        held_out=side == "judge",
+        loss=loss,
+        held_out=loss is None,
         max_length=settings.max_length,
         batch_size=settings.batch_size,
         dtype=settings.cache_dtype,
@@ -215,6 +266,7 @@ def _read(
 
 def _train(
     settings: Train,
+    method: Translator,
     start: CacheMap,
     data: TrainingData,
     held_out: TrainingData | None,
@@ -230,7 +282,7 @@ def _train(
         scorer = answer_scorer(data.source, data.target, questions, template=settings.template)
     rate = warmup_cosine(settings.learning_rate, steps=settings.steps, warmup=settings.warmup)
     return kvx.train(
-        kvx.translators.residual(width=settings.width, frozen=settings.frozen),
+        method,
         start,
         data,
         held_out=held_out,

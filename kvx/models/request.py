@@ -75,7 +75,7 @@ def request(
     """
     c = model.config
     tokens, positions = _integers("tokens", tokens), None if positions is None else _integers("positions", positions)
-    _check(c, tokens, cache, positions)
+    check_fit(c, tokens, cache, positions)
     seen, at = concrete(tokens), None if positions is None else concrete(positions)
     if keep not in ("all", "window"):
         raise KvxError(f"keep is {keep!r}; expected 'all' or 'window'.")
@@ -125,7 +125,12 @@ def _on_host(x: Any) -> Any:
     return np.asarray(x)
 
 
-def _check(c: ModelConfig, tokens: Array, cache: KVCache | None, positions: Array | None) -> None:
+def check_fit(c: ModelConfig, tokens: Array, cache: KVCache | None, positions: Array | None) -> None:
+    """Refuse positions or a cache that do not go with the tokens or the model.
+
+    Raises:
+        KvxError: saying which.
+    """
     if positions is not None and positions.shape != tokens.shape:
         raise KvxError(f"positions {positions.shape} and tokens {tokens.shape} differ in shape; give one per token.")
     if any(rope is not None and rope.kind == "dynamic" and rope.length is None for rope in c.ropes):

@@ -97,7 +97,7 @@ class Residual:
         for n, branch in enumerate(params.branches):
             outputs = []
             for m, out in enumerate(branch.outputs):
-                count, first, second = _summed([found[n][m] for found in sums])
+                count, first, second = summed([found[n][m] for found in sums])
                 offset = first / jnp.maximum(count, 1)  # from the present average, so that nothing cancels
                 covariance = second / jnp.maximum(count, 1) - offset[..., :, None] * offset[..., None, :]
                 changed = dataclasses.replace(out, average=out.average + offset, covariance=covariance)
@@ -161,7 +161,7 @@ def apply_residual(params: ResidualParams, cache: KVCache, alignment: Alignment)
 
 def _outputs(params: ResidualParams, cache: KVCache, alignment: Alignment) -> list[tuple[Array, ...]]:
     """For each branch its outputs, float32 ``[L,B,K,T,D]``."""
-    blocks = _blocks(params, cache, alignment)
+    blocks = read_blocks(params, cache, alignment)
     made = []
     for branch in params.branches:
         feed = blocks[branch.outputs[0].component]
@@ -170,8 +170,8 @@ def _outputs(params: ResidualParams, cache: KVCache, alignment: Alignment) -> li
     return made
 
 
-def _blocks(params: ResidualParams | LinearParams, cache: KVCache, alignment: Alignment) -> tuple[Array, Array]:
-    """Source blocks ``[U,B,T,F]`` that keys and values read."""
+def read_blocks(params: Any, cache: KVCache, alignment: Alignment) -> tuple[Array, Array]:
+    """Source blocks ``[U,B,T,F]`` that keys and values read, as ``inputs`` and ``by_head`` of the parameters say."""
     cache = with_history(cache, params.history)
     if params.inputs == "both":
         both = source_blocks(cache, alignment, (0, 1), params.by_head)
@@ -219,22 +219,22 @@ def _product(spec: str, x: Array, w: Array) -> Array:
 
 def _deviations(linear: LinearParams, sample: Sample) -> Array:
     """Standard deviation ``[2,U,F]`` of the source blocks' features that keys and values read, over fed tokens."""
-    sums = [_feature_sums(linear, cache, alignment) for cache, alignment in sample]
-    count, first, second = _summed(sums)
+    sums = [feature_sums(linear, cache, alignment) for cache, alignment in sample]
+    count, first, second = summed(sums)
     mean = first / count
     return jnp.sqrt(jnp.maximum(second / count - jnp.square(mean), 0))
 
 
-def _summed(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
+def summed(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
     """Counts, first and second sums of several batches together."""
     count, first, second = (functools.reduce(jnp.add, column) for column in zip(*parts, strict=True))
     return count, first, second
 
 
 @jax.jit
-def _feature_sums(linear: LinearParams, cache: KVCache, alignment: Alignment) -> tuple[Array, Array, Array]:
+def feature_sums(linear: LinearParams, cache: KVCache, alignment: Alignment) -> tuple[Array, Array, Array]:
     real = (alignment.pos >= 0)[None, :, :, None]
-    sides = [jnp.where(real, x, 0.0) for x in _blocks(linear, cache, alignment)]
+    sides = [jnp.where(real, x, 0.0) for x in read_blocks(linear, cache, alignment)]
     count = jnp.maximum(real.sum(), 1).astype(jnp.float32)
     first, second = ([f(x).sum(axis=(1, 2)) for x in sides] for f in (lambda x: x, jnp.square))
     return count, jnp.stack(first), jnp.stack(second)

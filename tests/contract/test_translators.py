@@ -20,7 +20,8 @@ from kvx.errors import KvxError
 from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
 from kvx.mappers import CacheMap, constant, full_head, head_matched, random
 from kvx.models.tokenizer import Tokenizer
-from kvx.translators import residual, untrained
+from kvx.translators import mixture, residual, untrained
+from kvx.translators.residual import Residual
 from tests.cases import TRANSLATORS
 from tests.contract.test_mappers import batch, fitted, translate
 
@@ -30,6 +31,16 @@ STARTS: dict[str, Callable[[], CacheMap]] = {
     "weighted": lambda: _fit(full_head(layers=2, sensitivity="probes", ridge=0.1)),
     "by head": lambda: _fit(head_matched(layers=2, ridge=0.1), support=planted_heads(SOURCE, TARGET)),
 }
+METHODS = {
+    "residual": residual(width=4),
+    "mixture": mixture(width=4),
+    "attention": mixture(expert="attention", width=4, heads=2, depth=1, experts=1),
+}
+FIRST = [
+    *(("residual", start) for start in STARTS),
+    *(("mixture", start) for start in STARTS),
+    ("attention", "own kind"),
+]
 TEXT = "one fox saw two red birds"
 
 
@@ -42,10 +53,10 @@ def mapper(request: pytest.FixtureRequest) -> CacheMap:
     return fitted(request.param)
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_the_first_translator_is_the_closed_form(name: str) -> None:
+@pytest.mark.parametrize(("method", "name"), FIRST)
+def test_the_first_translator_is_the_closed_form(method: str, name: str) -> None:
     start = STARTS[name]()
-    first = untrained(residual(width=4), start, jax.random.key(0), [(batch().source, batch().alignment)])
+    first = untrained(METHODS[method], start, jax.random.key(0), [(batch().source, batch().alignment)])
     ours, theirs = translate(first), translate(start)
     exact = name in ("all heads", "own kind")  # scales are powers of two; by head another kernel sums in its own order
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
@@ -55,8 +66,9 @@ def test_the_first_translator_is_the_closed_form(name: str) -> None:
 
 
 def test_it_starts_only_from_linear_maps() -> None:
-    with pytest.raises(KvxError, match="fitted linear map"):
-        untrained(residual(), kvx.identity(), jax.random.key(0))
+    for method in METHODS.values():
+        with pytest.raises(KvxError, match="fitted linear map"):
+            untrained(method, kvx.identity(), jax.random.key(0))
     with pytest.raises(KvxError, match="width"):
         residual(width=0)
     with pytest.raises(KvxError, match="gate_rate"):
@@ -79,6 +91,8 @@ def test_gradients_reach_every_trained_array_and_no_other(mapper: CacheMap, froz
             assert not mark
             continue
         assert np.isfinite(slope).all() and bool((np.asarray(slope) != 0).any()) == mark
+    if not isinstance(method, Residual):
+        return
     chosen = sum(jax.tree.leaves(marks))
     outputs = sum(len(branch.outputs) for branch in mapper.params.branches)
     assert chosen == len(mapper.params.branches) + outputs * (2 if frozen else 4)
@@ -107,8 +121,11 @@ def _context(mapper: CacheMap, cache: KVCache, alignment) -> np.ndarray:
 
 
 def params_average(params, component: int) -> np.ndarray:
-    outs = [out for branch in params.branches for out in branch.outputs if out.component == component]
-    return np.asarray(outs[0].average[1])
+    if hasattr(params, "branches"):
+        outs = [out for branch in params.branches for out in branch.outputs if out.component == component]
+        return np.asarray(outs[0].average[1])
+    part = next(part for part in params.parts if part.component == component and 1 in part.layers)
+    return np.asarray(part.average[part.layers.index(1)])
 
 
 def _words_and_letters() -> tuple[Tokenizer, Tokenizer]:

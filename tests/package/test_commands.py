@@ -219,3 +219,23 @@ def test_train_makes_a_translator_that_the_other_commands_take(
     assert "Residual" in found["method"] and found["support"]
     assert cli.main([*train, *named]) == 1
     assert "--overwrite" in capsys.readouterr().err
+
+
+def test_train_makes_the_method_and_the_loss_of_its_flags() -> None:
+    from kvx.cache.geometry import CacheGeometry, LayerGeometry
+    from kvx.commands.train import Train, loss_of, method_of
+    from kvx.mappers import CacheMap
+    from kvx.models.config import tiny_config
+    from kvx.translators import mixture, residual
+
+    layers = CacheGeometry((LayerGeometry(1, 4, 4),) * 4)
+    start = CacheMap(None, None, None, layers, layers)
+    flags = ["--method", "mixture", "--experts", "4", "--top", "2", "--width", "8", "--correction-weight", "0.5"]
+    settings = cli.parse("train", [*flags, "--window", "1", "2"])
+    assert isinstance(settings, Train)
+    assert method_of(settings) == mixture(experts=4, top=2, width=8, window=(1, 2))
+    loss = loss_of(settings, start)
+    assert (loss.correction, loss.injection, loss.plan.layers(tiny_config(num_layers=4))) == (0.5, (1, 3), range(1, 3))
+    settings = cli.parse("train", ["--correction-weight", "1.0", "--injection", "2", "4", "--width", "16"])
+    assert isinstance(settings, Train) and method_of(settings) == residual(width=16)
+    assert loss_of(settings, start).injection == (2, 4) and loss_of(Train(), start).injection is None

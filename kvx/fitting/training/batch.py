@@ -18,12 +18,14 @@ class Contexts:
         alignment: of the target's context tokens to it.
         native: the target's own cache of the context (without the prefix), when a loss compares with it.
         sensitivity: float32 ``[L,B,K,T,2]`` of it, when a loss weighs by it.
+        tokens: int32 ``[B,T]`` of the context in the target, -1 for padding, when a loss replays it.
     """
 
     source: KVCache
     alignment: Alignment
     native: KVCache | None = None
     sensitivity: Array | None = None
+    tokens: Array | None = None
 
 
 @pytree
@@ -53,7 +55,7 @@ class TrainBatch:
     """B examples of one shape; rows that only fill the batch have no scored token.
 
     Attributes:
-        source, alignment, native, sensitivity: as in :class:`Contexts`.
+        source, alignment, native, sensitivity, tokens: as in :class:`Contexts`.
         suffix: see :class:`Suffix`.
         variance: float32 ``[L,2,K]`` of the target's keys and values, mean over channels, when ``native`` is given.
     """
@@ -64,3 +66,4 @@ class TrainBatch:
     native: KVCache | None = None
     sensitivity: Array | None = None
     variance: Array | None = None
+    tokens: Array | None = None

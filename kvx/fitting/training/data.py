@@ -119,18 +119,19 @@ class TrainingData:
         Returns:
             The batch; crossed ones hold no native caches.
         """
-        own = [self.places[n] for n in examples]
-        filled = own + [own[0]] * ((size or len(own)) - len(own))
-        shape = own[0].shape
+        places = [self.places[n] for n in examples]
+        filled = places + [places[0]] * ((size or len(places)) - len(places))
+        shape = places[0].shape
         suffix = self.suffixes[shape].read([place.suffix for place in filled])
-        if len(filled) > len(own):
-            real = jnp.arange(len(filled))[:, None] < len(own)
+        if len(filled) > len(places):
+            real = jnp.arange(len(filled))[:, None] < len(places)
             suffix = dataclasses.replace(suffix, targets=jnp.where(real, suffix.targets, -1))
         rows = [place.partner if crossed else place.context for place in filled]
         held = self.contexts[shape[0]].read(rows)
         if crossed:
             return TrainBatch(held.source, held.alignment, suffix)
-        return TrainBatch(held.source, held.alignment, suffix, held.native, held.sensitivity, self.variance)
+        own = held.native, held.sensitivity, self.variance, held.tokens
+        return TrainBatch(held.source, held.alignment, suffix, *own)
 
     def rows(self, size: int) -> KVCache | None:
         """The prefix for a batch of ``size`` rows."""

@@ -103,6 +103,7 @@ def training_data(
             f"{batch_size} at a time; give shorter contexts or a larger max_length."
         )
     tokens = [suffix_tokens(example, target._tokenizer()) for example in kept]
+    compared = [loss.distil > 0, loss.compares, loss.cache > 0 and loss.sensitivity, str(dtype)]
     facts = {
         "examples": digest_examples(kept),
         "left_out": len(examples) - len(kept),
@@ -111,7 +112,7 @@ def training_data(
         "rule": start.rule,
         "max_length": max_length,
         "measured": job.measured,
-        "kept": [loss.distil > 0, loss.cache > 0, loss.cache > 0 and loss.sensitivity, str(dtype)],
+        "kept": [*compared, "tokens"] if loss.correction else compared,
         "batch_size": batch_size,
     }
     home = None if folder is None else Path(folder)
@@ -241,13 +242,15 @@ class _Job:
             align(self.source, self.target, filled, rule=self.rule, length=length), report=None
         )
         made = Contexts(self._cast(source), alignment)
-        if not (self.measured or self.loss.cache):
+        if not (self.measured or self.loss.compares):
             return made, None
         tokens = writer.encode_batch(filled, bos=False, length=length)
+        if self.loss.correction:
+            made = dataclasses.replace(made, tokens=jnp.asarray(tokens, jnp.int32))
         lead = None if self.prefix is None else select_batch(self.prefix, [0] * len(filled))
         weighed = self.loss.cache > 0 and self.loss.sensitivity
         whole, queries = _native(self.target, tokens, lead, weighed)
-        if self.loss.cache:
+        if self.loss.compares:
             native = slice_slots(whole, self.held, self.held + length)
             made = dataclasses.replace(made, native=self._cast(native))
         if weighed:

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from kvx.cache.cache import KVCache
+from kvx.cache.ops import slice_slots
 from kvx.errors import KvxError
 from kvx.fitting.training.batch import Suffix, TrainBatch
 from kvx.fitting.training.head import head_loss
 from kvx.models.decoder import forward
 from kvx.models.model import Model
+from kvx.models.replay import ReplayPlan, replay
 from kvx.typing import pytree
 
 
@@ -27,6 +29,10 @@ class TrainingLoss:
         distil: Kullback-Leibler divergence from what the target predicts with its own cache.
         cache: mean squared error of keys and values to the target's own, relative to their variance; cheap, since the
             target need not run for it.
+        correction: the same error of what the target makes in a replay over the translated cache, in the layers from
+            the first injected one up (context correction); the replay runs in training only.
+        injection: first target layer that reads translated keys and values in that replay, and the one after the last;
+            ``None``: all of them.
         gain_floor, gain_cap: see ``gain``.
         temperature: of both sides of ``distil``, whose weight is multiplied by its square.
         top_k: compare only the k likeliest tokens of the teacher, both sides normalised over them; ``None``: all.
@@ -43,6 +49,8 @@ class TrainingLoss:
     gain: float = 0.0
     distil: float = 0.0
     cache: float = 0.0
+    correction: float = 0.0
+    injection: tuple[int, int] | None = None
     gain_floor: float = 0.1
     gain_cap: float = 4.0
     temperature: float = 1.0
@@ -60,6 +68,16 @@ class TrainingLoss:
         """Whether the target has to run."""
         return self.suffix > 0 or self.gain > 0 or self.distil > 0
 
+    @property
+    def compares(self) -> bool:
+        """Whether it needs the target's own caches."""
+        return self.cache > 0 or self.correction > 0
+
+    @property
+    def plan(self) -> ReplayPlan:
+        """The replay of the ``correction`` term."""
+        return ReplayPlan() if self.injection is None else ReplayPlan(*self.injection)
+
 
 def check_loss(loss: TrainingLoss) -> TrainingLoss:
     """Refuse weights that make no loss.
@@ -67,7 +85,7 @@ def check_loss(loss: TrainingLoss) -> TrainingLoss:
     Raises:
         KvxError: naming the setting that is out of range.
     """
-    weights = {name: getattr(loss, name) for name in ("suffix", "gain", "distil", "cache")}
+    weights = {name: getattr(loss, name) for name in ("suffix", "gain", "distil", "cache", "correction")}
     if min(weights.values()) < 0 or max(weights.values()) == 0:
         raise KvxError(f"the loss has weights {weights}; expected none below zero and at least one above.")
     if loss.temperature <= 0 or (loss.top_k is not None and loss.top_k < 1) or loss.gain_cap <= 0:
@@ -136,6 +154,9 @@ def total_loss(
     if loss.cache and context is not None:
         terms["cache"] = cache_error(context, batch, loss.sensitivity) / jnp.maximum(norms.context, 1.0)
         total = total + jnp.float32(loss.cache) * terms["cache"]
+    if loss.correction:
+        terms["correction"] = correction_error(target, moved, batch, loss.plan) / jnp.maximum(norms.context, 1.0)
+        total = total + jnp.float32(loss.correction) * terms["correction"]
     return total, terms
 
 
@@ -162,7 +183,26 @@ def _rows(suffix: Suffix, norms: Norms, loss: TrainingLoss, hidden: Array) -> di
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in rows.items()}
 
 
-def cache_error(context: KVCache, batch: TrainBatch, weighted: bool) -> Float32[Array, ""]:
+def correction_error(target: Model, moved: KVCache, batch: TrainBatch, plan: ReplayPlan) -> Float32[Array, ""]:
+    """:func:`cache_error` of the replayed cache in the layers from the first injected one up.
+
+    It compares trajectories, not translations: keys and values that the target itself makes of the context while it
+    reads the translated ones, with those that it makes natively.
+
+    Args:
+        target: reads the context again; moved: translated cache, prefix included.
+        batch: holds the context's tokens and the native cache; plan: where translated keys and values are read.
+
+    Reference: context correction loss of Mixture-of-Translators, arXiv 2607.28979.
+    """
+    if batch.tokens is None:
+        raise KvxError("the correction term needs the context's tokens; make the data with this loss.")
+    again = replay(target, batch.tokens, moved, plan, remat=True)
+    slots = again.groups[0].slots
+    return cache_error(slice_slots(again, slots - batch.tokens.shape[1], slots), batch, False, plan.start)
+
+
+def cache_error(context: KVCache, batch: TrainBatch, weighted: bool, first: int = 0) -> Float32[Array, ""]:
     """Sum over context tokens of the mean, over layers, heads, keys and values, of their relative squared errors.
 
     Each error is divided by the variance of the target's own keys (values) of its layer and head, and with
@@ -170,12 +210,14 @@ def cache_error(context: KVCache, batch: TrainBatch, weighted: bool) -> Float32[
 
     Args:
         context: translated cache of the context; batch: holds the native one, its variances and sensitivities.
+        weighted: see above.
+        first: layers below it do not count.
     """
     if batch.native is None or batch.variance is None or (weighted and batch.sensitivity is None):
-        raise KvxError("the cache term needs the target's own caches; make the data with this loss.")
+        raise KvxError("the cache and correction terms need the target's own caches; make the data with this loss.")
     real = scored(batch.suffix).any(axis=1)[:, None] & (batch.alignment.pos >= 0)
     parts = []
-    for layer in range(context.num_layers):
+    for layer in range(first, context.num_layers):
         ours, theirs = context.layer(layer), batch.native.layer(layer)
         for component, (x, y) in enumerate(((ours.k, theirs.k), (ours.v, theirs.v))):
             keep = real[:, None, :, None]

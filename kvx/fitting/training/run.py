@@ -171,6 +171,7 @@ class Run:
             select=self.select,
             history=tuple(self.history),
             data=digests,
+            extra=self.trainer.method.figures(params) if hasattr(self.trainer.method, "figures") else {},
         )
         return made, report
 

@@ -110,6 +110,8 @@ def train(
     """
     loss = check_loss(loss or data.loss)
     _check(data, loss, steps, batch_size, accumulate, (compute, kept), evaluate_every, ema)
+    if loss.correction:
+        loss.plan.layers(data.target.config)
     if isinstance(start, Pairs):
         start, _ = fit(full_head(), start, progress=progress)
     check_models(start, data.source, data.target)
@@ -170,6 +172,7 @@ def _check(
             ("gain", loss.gain > 0, "native" in held),
             ("distil", loss.distil > 0, "hidden" in held),
             ("cache", loss.cache > 0, any(name.startswith("native") for name in kept)),
+            ("correction", loss.correction > 0, "tokens" in kept),
             ("sensitivity", loss.cache > 0 and loss.sensitivity, "sensitivity" in kept),
         )
         if wanted and not there

@@ -32,6 +32,7 @@ class TrainReport:
         select: held-out figures whose mean chose the parameters.
         history: held-out figures of every evaluation, the closed form first (step 0).
         data: digests of the training data and of the start.
+        extra: what the method tells of itself, such as how much each of its experts is used.
     """
 
     method: str
@@ -46,6 +47,7 @@ class TrainReport:
     select: tuple[str, ...]
     history: tuple[Mapping[str, float], ...]
     data: Mapping[str, str]
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def first(self) -> Mapping[str, float]:
@@ -64,6 +66,9 @@ class TrainReport:
         if self.history:
             shown = [name for name in ("loss", "content", "retained", "f1") if name in self.best]
             told = "; held out " + ", ".join(f"{n} {self.first[n]:.3f} -> {self.best[n]:.3f}" for n in shown)
+        used = [share for rows in self.extra.get("experts", {}).values() for row in rows for share in row]
+        if used:
+            told += f"; experts translate {min(used):.0%} to {max(used):.0%} of the tokens each"
         return (
             f"{self.method}: {self.steps:,} steps, {self.examples:,} examples, {self.tokens:,} scored tokens, "
             f"{self.trained / 1e6:,.1f} M parameters trained, {self.map_bytes / 1e6:,.0f} MB, {self.seconds:,.0f} s, "

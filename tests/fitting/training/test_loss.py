@@ -19,17 +19,27 @@ from kvx.fitting.synthetic import SOURCE, toy_pairs
 from kvx.fitting.training import head
 from kvx.fitting.training.batch import Suffix, TrainBatch
 from kvx.fitting.training.head import divergence, head_loss
-from kvx.fitting.training.loss import TrainingLoss, cache_error, check_loss, gain_weights, norms_of, total_loss
+from kvx.fitting.training.loss import (
+    TrainingLoss,
+    cache_error,
+    check_loss,
+    correction_error,
+    gain_weights,
+    norms_of,
+    total_loss,
+)
 from kvx.fitting.training.partition import Partition
 from kvx.fitting.training.trainer import Static, gradient
 from kvx.models.layers import lm_head
 from kvx.models.model import Model
+from kvx.models.prefill import prefill
 from kvx.models.random_model import random_model
+from kvx.models.replay import ReplayPlan, replay
 from kvx.translators import residual, untrained
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ALL = TrainingLoss(suffix=1.0, gain=0.5, distil=2.0, temperature=2.0, top_k=5)
-TERMS = TrainingLoss(suffix=1.0, gain=0.5, distil=1.0, cache=0.3, sensitivity=True)
+TERMS = TrainingLoss(suffix=1.0, gain=0.5, distil=1.0, cache=0.3, sensitivity=True, correction=0.2, injection=(0, 1))
 ROWS = 7
 
 
@@ -108,7 +118,8 @@ def _batch(target: Model, seed: int = 0) -> tuple[TrainBatch, Any]:
     cache = lambda: _random(geometry, rng)  # noqa: E731
     weights = jnp.asarray(abs(rng.standard_normal((2, 2, 2, 16, 2), np.float32)))
     native = cache()
-    batch = TrainBatch(one.source, one.alignment, suffix, native, weights, jnp.ones((2, 2, 2)))
+    context = jnp.where(jnp.arange(16)[None] < 14, jnp.asarray(rng.integers(0, 64, (2, 16)), jnp.int32), -1)
+    batch = TrainBatch(one.source, one.alignment, suffix, native, weights, jnp.ones((2, 2, 2)), context)
     return batch, cache()
 
 
@@ -168,6 +179,26 @@ def test_cache_error_is_relative_and_weighted(target: Model) -> None:
     halved = dataclasses.replace(batch, variance=2 * batch.variance)
     np.testing.assert_allclose(cache_error(moved, halved, weighted=False), plain / 2, rtol=1e-6)
     assert float(cache_error(batch.native, batch, weighted=False)) == 0.0
+
+
+def test_the_correction_compares_the_targets_own_trajectory(target: Model) -> None:
+    """Zero for the target's own cache; else what the first injected layer changes in those above it, and no more."""
+    batch, moved = _batch(target)
+    native = prefill(target, batch.tokens, capacity=16)
+    batch = dataclasses.replace(batch, native=native)
+    assert float(correction_error(target, native, batch, ReplayPlan(0))) < 1e-9
+    plan = ReplayPlan(0, 1)
+
+    def error(values: jax.Array) -> jax.Array:
+        cache = dataclasses.replace(moved, groups=(dataclasses.replace(moved.groups[0], v=values),))
+        return correction_error(target, cache, batch, plan)
+
+    found, slope = jax.value_and_grad(error)(moved.groups[0].v)
+    above = cache_error(replay(target, batch.tokens, moved, plan), batch, False, first=1)
+    np.testing.assert_allclose(found, above / 2, rtol=1e-5)  # the first layer's own keys and values are native
+    assert float(found) > 0.01 and np.asarray(slope[0]).any() and not np.asarray(slope[1]).any()
+    with pytest.raises(KvxError, match="tokens"):
+        correction_error(target, moved, dataclasses.replace(batch, tokens=None), plan)
 
 
 def test_no_logits_of_the_context_are_computed() -> None:

@@ -18,14 +18,14 @@ from kvx.fitting.training.examples import Example, suffix_tokens
 from kvx.fitting.training.loss import TrainingLoss
 from kvx.mappers import CacheMap, full_head
 from kvx.models.model import Model
-from kvx.translators import residual
+from kvx.translators import mixture, residual
 from tests.evaluation import planted
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 METHOD = residual(width=4)
 ADAM = optax.adam(3e-3)
 PLAIN = TrainingLoss()
-EVERYTHING = TrainingLoss(suffix=1.0, gain=0.5, distil=0.5, cache=0.1, sensitivity=True)
+EVERYTHING = TrainingLoss(suffix=1.0, gain=0.5, distil=0.5, cache=0.1, sensitivity=True, correction=0.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,32 @@ def test_frozen_coefficients_stay_and_types_are_as_asked(toy: Toy) -> None:
     assert ours.down.dtype == jax.numpy.bfloat16 and report.select == ()
 
 
+def test_a_mixture_trains_with_its_replay_and_tells_its_experts(toy: Toy, tmp_path) -> None:
+    loss = TrainingLoss(correction=1.0)
+    data = toy.read(texts(8, 0), loss=loss)
+    how = {"steps": 2, "batch_size": 8, "optimizer": ADAM, "held_out": toy.held, "folder": tmp_path, "progress": False}
+    made, report = kvx.train(mixture(width=4, balance=0.5), toy.start, data, **how)
+    first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:3])
+    assert first["balance"] > 0 and first["correction"] < 1e-6  # one layer: what it makes itself is native
+    assert second["suffix"] < first["suffix"] and "experts translate" in report.summary
+    shares = report.to_json()["extra"]["experts"]
+    assert [len(rows[0]) for rows in shares.values()] == [2, 2]
+    np.testing.assert_allclose([np.sum(rows) for rows in shares.values()], 1.0, rtol=1e-5)
+    assert kvx.load(kvx.save(tmp_path / "map", made)).digest == made.digest
+    with pytest.raises(KvxError, match="window"):
+        train(toy, data, loss=TrainingLoss(correction=1.0, injection=(0, 2)))
+    with pytest.raises(KvxError, match="correction"):
+        train(toy, loss=loss)
+
+
+def test_a_window_search_trains_a_proxy_for_each_window(toy: Toy) -> None:
+    how = {"steps": 1, "batch_size": 8, "optimizer": ADAM, "progress": False}
+    found = kvx.search_window(mixture(experts=1, width=4), toy.start, toy.data, toy.held, **how)
+    assert found.window == (0, 1) and list(found.tried) == [(0, 1)]
+    _, report = kvx.train(mixture(experts=1, width=4), toy.start, toy.data, held_out=toy.held, **how)
+    assert found.loss == pytest.approx(report.history[-1]["loss"], rel=1e-5)
+
+
 def test_pairs_are_fitted_first(toy: Toy) -> None:
     passages = [example.context + example.suffix for example in texts(12, seed=5)]
     pairs = kvx.pairs(toy.source, toy.target, passages, max_length=64, join=False)
@@ -151,7 +177,7 @@ def test_pairs_are_fitted_first(toy: Toy) -> None:
 
 def test_what_cannot_be_trained_is_refused(toy: Toy, tmp_path) -> None:
     plain = toy.read([Example("abcabc", "abc")])
-    for loss, lacks in ((TrainingLoss(gain=1.0), "gain"), (EVERYTHING, "gain, distil, cache, sensitivity")):
+    for loss, lacks in ((TrainingLoss(gain=1.0), "gain"), (EVERYTHING, "gain, distil, cache, correction, sensitivity")):
         with pytest.raises(KvxError, match=lacks):
             train(toy, plain, loss=loss)
     with pytest.raises(KvxError, match="held_out=True"):
