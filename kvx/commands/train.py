@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvx.fitting.training.train_report import TrainReport
     from kvx.mappers.base import CacheMap
     from kvx.models.model import Model
+    from kvx.translators import Translator
 
 REPORT = "training.json"  # beside the translator
 
@@ -73,8 +74,16 @@ class Train(LossSettings):
     """Passages set aside to choose the best parameters."""
     judge_questions: int = 32
     """Questions set aside, by their contexts, to choose the best parameters."""
+    method: Literal["residual", "fuser", "latent_flow"] = "residual"
+    """What is trained; with fuser and latent_flow the target reads the context too."""
     width: int = 128
-    """Channels between the residual's two layers."""
+    """Channels between the residual's two layers, or of latent_flow's latent."""
+    hidden: int = 1024
+    """Channels of the fuser."""
+    fused_layers: int | None = None
+    """Target layers that latent_flow fuses, evenly spread; None: all."""
+    span: int | None = None
+    """Source tokens that latent_flow pools together; None: it reads what the alignment feeds each token."""
     frozen: bool = False
     """Leave the mapper's coefficients as they are and train the residual alone."""
     steps: int = 1000
@@ -182,6 +191,17 @@ def loss_of(settings: Train) -> TrainingLoss:
     )
 
 
+def method_of(settings: Train) -> Translator:
+    """The translator that the settings describe."""
+    from kvx.translators import fuser, latent_flow, residual
+
+    if settings.method == "fuser":
+        return fuser(hidden=settings.hidden, inner=settings.hidden)
+    if settings.method == "latent_flow":
+        return latent_flow(width=settings.width, layers=settings.fused_layers, span=settings.span)
+    return residual(width=settings.width, frozen=settings.frozen)
+
+
 def _read(
     settings: Train,
     source: Model,
@@ -201,6 +221,7 @@ def _read(
         start,
         loss=loss_of(settings) if side == "train" else None,
         held_out=side == "judge",
+        receiver="receiver" in method_of(settings).needs,
         max_length=settings.max_length,
         batch_size=settings.batch_size,
         dtype=settings.cache_dtype,
@@ -230,7 +251,7 @@ def _train(
         scorer = answer_scorer(data.source, data.target, questions, template=settings.template)
     rate = warmup_cosine(settings.learning_rate, steps=settings.steps, warmup=settings.warmup)
     return kvx.train(
-        kvx.translators.residual(width=settings.width, frozen=settings.frozen),
+        method_of(settings),
         start,
         data,
         held_out=held_out,

@@ -21,6 +21,8 @@ from kvx.errors import KvxError
 from kvx.fitting.passages import sequences
 from kvx.fitting.reading import Probes, probes_of
 from kvx.fitting.sensitivity import check_mode, sensitivity
+from kvx.mappers.base import CacheMap
+from kvx.mappers.identity import Identity
 from kvx.mappers.linear import aligned_rows, cache_rows
 from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
@@ -93,6 +95,11 @@ class Pairs:
         if self.sensitive is None:
             raise KvxError("these pairs hold caches without queries, so nothing tells sensitivities; use kvx.pairs.")
         return dataclasses.replace(self, batches=self.sensitive(mode))
+
+    def unfitted(self) -> CacheMap:
+        """A map of the pair without parameters, for methods that begin from none: prefix, rule, and provenance."""
+        facts = {**self.provenance, "pairs": self.digest}
+        return CacheMap((), self.prefix, Identity(), self.source, self.target, self.rule, facts)
 
     def __iter__(self) -> Iterator[PairBatch]:
         return self.batches(lambda percent: None)
