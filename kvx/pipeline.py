@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from kvx.alignment import Alignment, AlignmentReport, align
 from kvx.cache.build import concrete
 from kvx.cache.cache import KVCache
-from kvx.cache.ops import unrotate_keys
+from kvx.cache.join import select_batch
 from kvx.errors import KvxError
 from kvx.mappers.base import CacheMap, after_prefix, check_alignment, check_models, context_of, describe, shapes
+from kvx.mappers.receiver import context_start
 from kvx.models.generate import stream
 from kvx.models.prefill import prefill
 
@@ -22,7 +24,14 @@ if TYPE_CHECKING:
     from kvx.models.model import Model
 
 
-def translate(mapper: CacheMap, cache: KVCache, alignment: Alignment, *, prefix: KVCache | None = None) -> KVCache:
+def translate(
+    mapper: CacheMap,
+    cache: KVCache,
+    alignment: Alignment,
+    *,
+    prefix: KVCache | None = None,
+    receiver: KVCache | None = None,
+) -> KVCache:
     """Turn a source cache of a context into a cache the target can continue from.
 
     The target's own cache of its prefix comes first, then the mapped context at the positions after it. Pure, jittable,
@@ -33,13 +42,15 @@ def translate(mapper: CacheMap, cache: KVCache, alignment: Alignment, *, prefix:
         cache: the source's cache of the context, all tokens kept (``prefill(source, tokens, keep="all")``).
         alignment: of the target's context tokens onto it, ``[B,T,R]``.
         prefix: the target's cache of its prefix, one row or B; ``None``: the one stored in the map.
+        receiver: the target's own cache of the same context after that prefix, all tokens kept
+            (``prefill(target, tokens, prefix, keep="all")``), for maps that fuse with it (``mapper.reads_target``).
 
     Returns:
         The target's cache: keys un-rotated, finite zeros in empty slots, dtype of the prefix (or of the map).
 
     Raises:
         KvxError: a cache or alignment that does not belong to this map or to each other; another prefix length for a
-            target with learned positions.
+            target with learned positions; a receiver that is missing, or that the map does not read.
 
     Example:
         >>> import kvx
@@ -61,7 +72,8 @@ def translate(mapper: CacheMap, cache: KVCache, alignment: Alignment, *, prefix:
     prefix = mapper.prefix if prefix is None else prefix
     if prefix is not None:
         _check_prefix(mapper, prefix)
-    return _translate(mapper, cache, alignment, prefix)
+    _check_receiver(mapper, receiver, alignment, prefix)
+    return _translate(mapper, cache, alignment, prefix, receiver)
 
 
 def _check_prefix(mapper: CacheMap, prefix: KVCache) -> None:
@@ -76,10 +88,45 @@ def _check_prefix(mapper: CacheMap, prefix: KVCache) -> None:
         )
 
 
+def _check_receiver(mapper: CacheMap, receiver: KVCache | None, alignment: Alignment, prefix: KVCache | None) -> None:
+    """Refuse a receiver that is missing or not wanted, of another shape, or without a token of the context."""
+    if receiver is None or not mapper.reads_target:
+        if mapper.reads_target:
+            raise KvxError(
+                f"{mapper.method} fuses with the target's own cache of the context, which is missing; pass "
+                "receiver=kvx.prefill(target, tokens, prefix, keep='all')."
+            )
+        if receiver is not None:
+            raise KvxError(f"{mapper.method} does not read the target's own cache of the context; leave receiver out.")
+        return
+    if shapes(mapper.target) != shapes(receiver.geometry) or receiver.batch != alignment.pos.shape[0]:
+        raise KvxError(
+            f"the receiver has {describe(receiver.geometry)} and {receiver.batch} rows; this map writes "
+            f"{describe(mapper.target)}, and the alignment has {alignment.pos.shape[0]} rows."
+        )
+    if any(g.ring or g.pos.shape[0] > 1 or g.pos.shape[2] > 1 for g in receiver.groups):
+        raise KvxError("the receiver has dropped tokens in some layers or heads; prefill the target with keep='all'.")
+    pos, start = concrete(alignment.pos), concrete(context_start(prefix))
+    held = [concrete(group.pos) for group in receiver.groups]
+    if pos is None or start is None or any(h is None for h in held):
+        return
+    wanted = np.where(pos >= 0, pos + start.reshape(-1, 1), -1)
+    for row, want in enumerate(wanted):
+        for here in held:
+            lacks = np.setdiff1d(want[want >= 0], here[0, row, 0])  # type: ignore[index]
+            if lacks.size:
+                raise KvxError(
+                    f"row {row}: the receiver holds no token at position {lacks[0]}, which the alignment feeds; let "
+                    "the target read the whole context, after the same prefix."
+                )
+
+
 @jax.jit
-def _translate(mapper: CacheMap, cache: KVCache, alignment: Alignment, prefix: KVCache | None) -> KVCache:
-    source = unrotate_keys(cache) if cache.rotated else cache
-    return after_prefix(prefix, context_of(mapper.method, mapper.params, source, alignment))
+def _translate(
+    mapper: CacheMap, cache: KVCache, alignment: Alignment, prefix: KVCache | None, receiver: KVCache | None
+) -> KVCache:
+    made = context_of(mapper.method, mapper.params, cache, alignment, receiver=receiver, prefix=prefix)
+    return after_prefix(prefix, made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +137,8 @@ class Handoff:
         text: the answer, cut before a stop string.
         tokens: ids the target generated.
         alignment: coverage of the context; ``None`` where it is not known.
-        seconds: wall time of ``source`` (prefill), ``translate`` and ``answer`` (boundary and decoding), compilation
-            included where it happens.
+        seconds: wall time of ``source`` (prefill), ``receiver`` (the target's own prefill, for maps that read it),
+            ``translate`` and ``answer`` (boundary and decoding), compilation included where it happens.
     """
 
     text: str
@@ -120,7 +167,8 @@ def handoff(
     """Let the source read a context and the target go on from it: text to text.
 
     Args:
-        source: reads ``context``; target: never sees it, prefills ``question`` and answers.
+        source: reads ``context``; target: never sees it (unless ``mapper.reads_target``), prefills ``question`` and
+            answers.
         mapper: fitted for the pair.
         context: what is handed over.
         question: the boundary, exactly as the target shall read it: turn marker or delimiter included.
@@ -154,7 +202,8 @@ def handoff(
     clock = _Clock()
     cache = clock("source", lambda: prefill(source, reader.encode_batch([context]), keep="all"))
     alignment = align(source, target, context, rule=rule or mapper.rule)
-    moved = clock("translate", lambda: translate(mapper, cache, alignment))
+    own = clock("receiver", lambda: own_cache(target, mapper, [context])) if mapper.reads_target else None
+    moved = clock("translate", lambda: translate(mapper, cache, alignment, receiver=own))
     boundary = writer.encode(question, bos=False).tokens
     ends = writer.eos_ids if stop_tokens is None else tuple(stop_tokens)
     tokens: list[int] = []
@@ -166,6 +215,18 @@ def handoff(
 
     text = clock("answer", lambda: _until(writer.decode_stream(ids()), tuple(stop), on_text or (lambda piece: None)))
     return Handoff(text, tuple(tokens), alignment.report, clock.seconds)
+
+
+def own_cache(target: Model, mapper: CacheMap, contexts: Sequence[str], length: int | None = None) -> KVCache:
+    """The target's own cache of some contexts after the map's prefix: the ``receiver`` of :func:`translate`.
+
+    Args:
+        target: with tokenizer; mapper: holds the prefix.
+        contexts: B texts; length: tokens after padding, ``None``: the bucket of the longest.
+    """
+    tokens = target._tokenizer().encode_batch(contexts, bos=False, length=length)
+    prefix = None if mapper.prefix is None else select_batch(mapper.prefix, [0] * len(contexts))
+    return prefill(target, tokens, prefix, keep="all")
 
 
 def _until(pieces: Iterator[str], stop: tuple[str, ...], on_text: Callable[[str], Any]) -> str:

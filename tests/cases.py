@@ -19,9 +19,10 @@ from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
 from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
 from kvx.mappers import CacheMap, full_head, head_matched
+from kvx.mappers.receiver import context_start, reads_receiver, receiver_rows
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
-from kvx.translators import mixture, residual, untrained
+from kvx.translators import fuser, latent_flow, mixture, residual, untrained
 from kvx.translators.base import with_params
 from pallas_kernels.apply import Linear
 from pallas_kernels.apply import apply as kernel_apply
@@ -184,12 +185,19 @@ def _stirred(method: Any, start: Callable[[int], CacheMap]) -> Callable[[int], C
 
     def made(seed: int) -> CacheMap:
         batch = next(iter(toy_pairs(batches=1)))
-        first = untrained(method, start(seed), jax.random.key(seed), [(batch.source, batch.alignment)])
+        begun = start(seed)
+        own = receiver_rows(batch.target, batch.alignment, context_start(begun.prefix))
+        sample = [(batch.source, batch.alignment, *((own,) if reads_receiver(method) else ()))]
+        first = untrained(method, begun, jax.random.key(seed), sample)
         rng = np.random.default_rng(seed)
         move = lambda x, mark: x + 0.1 * rng.standard_normal(x.shape, np.float32) if mark else x  # noqa: E731
         return with_params(first, method, jax.tree.map(move, first.params, method.trainable(first.params)))
 
     return made
+
+
+def _unfitted(seed: int) -> CacheMap:
+    return toy_pairs(seed=seed).unfitted()
 
 
 TRANSLATORS: dict[str, MapperCase] = {
@@ -213,6 +221,9 @@ TRANSLATORS: dict[str, MapperCase] = {
         ),
         exact=False,
     ),
+    "fuser": MapperCase(_stirred(fuser(hidden=8, inner=8, gate=1.0), _unfitted), exact=False),
+    "latent_flow": MapperCase(_stirred(latent_flow(width=6), _unfitted), exact=False),
+    "latent_flow, spans": MapperCase(_stirred(latent_flow(width=6, span=2), _unfitted), exact=False),
 }
 
 

@@ -56,10 +56,16 @@ class LossSettings(TextSettings):
 class MethodSettings(LossSettings):
     """Which translator is trained."""
 
-    method: Literal["residual", "mixture"] = "residual"
-    """One network beside the mapper, or several experts with a router."""
+    method: Literal["residual", "mixture", "fuser", "latent_flow"] = "residual"
+    """One network beside the mapper, several experts with a router, or what adds to the target's own cache."""
     width: int = 128
-    """Channels inside the residual's network or each expert."""
+    """Channels inside the residual's network or each expert, or of latent_flow's latent."""
+    hidden: int = 1024
+    """Channels of the fuser."""
+    fused_layers: int | None = None
+    """Target layers that latent_flow fuses, evenly spread; None: all."""
+    span: int | None = None
+    """Source tokens that latent_flow pools together; None: it reads what the alignment feeds each token."""
     frozen: bool = False
     """Leave the mapper's coefficients as they are and train what is beside them alone."""
     experts: int = 2
@@ -203,8 +209,12 @@ def method_of(settings: MethodSettings) -> Translator:
     Raises:
         KvxError: settings out of range.
     """
-    from kvx.translators import mixture, residual
+    from kvx.translators import fuser, latent_flow, mixture, residual
 
+    if settings.method == "fuser":
+        return fuser(hidden=settings.hidden, inner=settings.hidden)
+    if settings.method == "latent_flow":
+        return latent_flow(width=settings.width, layers=settings.fused_layers, span=settings.span)
     if settings.method == "residual":
         return residual(width=settings.width, frozen=settings.frozen)
     names = ("experts", "top", "expert", "width", "depth", "heads", "window", "causal", "balance", "frozen")
@@ -252,6 +262,7 @@ def _read(
         start,
         loss=loss,
         held_out=loss is None,
+        receiver="receiver" in method_of(settings).needs,
         max_length=settings.max_length,
         batch_size=settings.batch_size,
         dtype=settings.cache_dtype,

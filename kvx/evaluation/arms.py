@@ -23,6 +23,7 @@ from kvx.errors import KvxError
 from kvx.evaluation.batches import Batch, plan
 from kvx.evaluation.controls import mean_cache, noise_cache
 from kvx.evaluation.report import ARMS
+from kvx.mappers.receiver import laid_under
 from kvx.models.buckets import bucket_length
 from kvx.models.model import Model
 from kvx.models.prefill import prefill
@@ -156,21 +157,21 @@ def build(setup: Setup, reading: Reading, batch: Batch, room: int, arms: Sequenc
     source, alignment, native = reading.source, reading.alignment, reading.native
     first, prefix = setup.prefix_length, repeat(setup.prefix, native.batch)
     dtype = native.groups[0].k.dtype
-    translated = _moved(setup, setup.mapper, source, alignment)
+    translated = _moved(setup, setup.mapper, source, alignment, native)
     makers: dict[str, Callable[[], KVCache]] = {
         "native": lambda: native,
         "native_mismatched": lambda: select_batch(native, batch.partner),
         "none": lambda: prefix or empty(setup.target.config.geometry, native.batch, 1, dtype),
         "translated": lambda: translated,
-        "mismatched": lambda: select_batch(translated, batch.partner),
+        "mismatched": lambda: _mismatched(setup, reading, batch, translated),
     }
     if setup.constant is None or setup.random is None:
         makers["constant"] = lambda: mean_cache(translated, first)
         makers["random"] = lambda: noise_cache(translated, setup.key, first)
     else:
         constant, random = setup.constant, setup.random
-        makers["constant"] = lambda: _moved(setup, constant, source, alignment)
-        makers["random"] = lambda: _moved(setup, random, source, alignment)
+        makers["constant"] = lambda: _moved(setup, constant, source, alignment, native)
+        makers["random"] = lambda: _moved(setup, random, source, alignment, native)
     slots = _held(prefix) + batch.length + room
     same = {arm: pad_to(with_dtype(makers[arm](), dtype), slots) for arm in arms}
     return ArmCaches(same, pad_to(source, batch.length + room), alignment)
@@ -181,10 +182,20 @@ def _held(prefix: KVCache | None) -> int:
     return prefix.groups[0].slots if prefix else 0
 
 
-def _moved(setup: Setup, mapper: CacheMap, source: KVCache, alignment: Alignment) -> KVCache:
+def _moved(setup: Setup, mapper: CacheMap, source: KVCache, alignment: Alignment, native: KVCache) -> KVCache:
     from kvx.pipeline import translate
 
-    return translate(mapper, source, alignment, prefix=setup.prefix)
+    own = native if mapper.reads_target else None
+    return translate(mapper, source, alignment, prefix=setup.prefix, receiver=own)
+
+
+def _mismatched(setup: Setup, reading: Reading, batch: Batch, translated: KVCache) -> KVCache:
+    """The translated cache of another item; where the target reads the context itself, its own cache of this item
+    fused with the source's of the other one, so that only what the source brings is exchanged."""
+    if not setup.mapper.reads_target:
+        return select_batch(translated, batch.partner)
+    other = select_batch(reading.source, batch.partner)
+    return _moved(setup, setup.mapper, other, laid_under(reading.alignment, other), reading.native)
 
 
 def repeat(cache: KVCache | None, batch: int) -> KVCache | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,10 @@ from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
 from kvx.evaluation.evaluate import measure
+from kvx.evaluation.flops import map_cost
 from kvx.evaluation.items import Item, Question
 from kvx.evaluation.metrics import Estimate
-from kvx.evaluation.report import Evaluation
+from kvx.evaluation.report import READS, Evaluation
 from kvx.models.model import Model
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ class MapFacts:
         tokens: of that context.
         r2_held_out: mean held-out explained variance of the fit; ``None`` where it is not recorded.
         build_s: seconds of the fit's sums and solves; ``None`` where they are not known.
+        parameters, flops: numbers that a translation of ``tokens`` tokens reads, and operations of the hand-off after
+            the source's reading: the target's own reading included where the map needs it.
+        target_reads_context: whether it does.
     """
 
     method: str
@@ -51,6 +56,9 @@ class MapFacts:
     tokens: int
     r2_held_out: float | None
     build_s: float | None = None
+    parameters: int = 0
+    flops: int = 0
+    target_reads_context: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +113,15 @@ class Comparison:
             }
         return {"reference": self.reference, "maps": rows}
 
+    @property
+    def parts(self) -> list[tuple[str, list[str]]]:
+        """Titles and maps: first those whose target never reads the context, then those whose target does."""
+        reading = [name for name, fact in self.facts.items() if fact.target_reads_context]
+        others = [name for name in self.facts if name not in reading]
+        return [(title, names) for title, names in (("", others), (f"{READS}:", reading)) if names]
+
     def table(self) -> Table:
-        """One row a map."""
+        """One row a map; those whose target also reads the context in a part of their own."""
         from rich import box
         from rich.table import Table
 
@@ -117,8 +132,12 @@ class Comparison:
         table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
         for column in COLUMNS:
             table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
-        for name in self.results:
-            table.add_row(*self.row(name))
+        for title, names in self.parts:
+            if title:
+                table.add_section()
+                table.add_row(title, *[""] * (len(COLUMNS) - 1))
+            for name in names:
+                table.add_row(*self.row(name))
         return table
 
     def row(self, name: str) -> list[str]:
@@ -138,10 +157,14 @@ class Comparison:
             f"{facts.bytes / 1e6:.1f}",
             _number(facts.build_s, 1),
             _number(facts.apply_ms, 1),
+            _number(facts.flops / 1e9, 3),
         ]
 
     def _repr_html_(self) -> str:
-        rows = [("th", COLUMNS), *(("td", self.row(name)) for name in self.results)]
+        rows: list[tuple[str, Sequence[str]]] = [("th", COLUMNS)]
+        for title, names in self.parts:
+            rows += [("th", [title])] if title else []
+            rows += [("td", self.row(name)) for name in names]
         body = "".join(f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>" for tag, cells in rows)
         return f"<table>{body}</table>"
 
@@ -152,7 +175,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-COLUMNS = ("map", "F1", "content", "difference", "retained", "cosine", "R2", "MB", "build s", "apply ms")
+COLUMNS = ("map", "F1", "content", "difference", "retained", "cosine", "R2", "MB", "build s", "apply ms", "GFLOP")
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -211,7 +234,18 @@ def evaluate_maps(
         r2 = float(np.mean(held)) if held else None
         seconds = (build_s or {}).get(name)
         apply_ms = 1e3 * apply_seconds(mapper, apply_tokens) if mapper.source.layers else None
-        facts[name] = MapFacts(str(mapper.method), mapper.size, apply_ms, apply_tokens, r2, seconds)
+        cost = map_cost(mapper, target, apply_tokens)
+        facts[name] = MapFacts(
+            str(mapper.method),
+            mapper.size,
+            apply_ms,
+            apply_tokens,
+            r2,
+            seconds,
+            cost.parameters,
+            cost.flops,
+            cost.target_reads_context,
+        )
     return Comparison(dict(zip(maps, found, strict=True)), facts)
 
 
@@ -226,18 +260,22 @@ def apply_seconds(mapper: CacheMap, tokens: int, repeats: int = REPEATS) -> floa
     if not mapper.source.layers:
         raise KvxError("this map reads caches of any shape, so it cannot be timed; give a fitted one.")
     cache, alignment = straight_context(mapper.source, tokens)
-    run = jax.jit(lambda m, c, a: translate(m, c, a))
-    jax.block_until_ready(run(mapper, cache, alignment))
+    own = straight_context(mapper.target, tokens, mapper.prefix_length)[0] if mapper.reads_target else None
+    jitted = jax.jit(lambda m, c, a, r: translate(m, c, a, receiver=r))
+    run = functools.partial(jitted, mapper, cache, alignment, own)
+    jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
-        jax.block_until_ready(run(mapper, cache, alignment))
+        jax.block_until_ready(run())
         times.append(time.perf_counter() - started)
     return float(np.median(times))
 
 
-def straight_context(geometry: CacheGeometry, tokens: int) -> tuple[KVCache, Alignment]:
+def straight_context(geometry: CacheGeometry, tokens: int, first: int = 0) -> tuple[KVCache, Alignment]:
     """A full cache of ones ``[L,1,K,T,D]`` and the alignment that feeds each of its tokens to the same one: for timing.
+
+    Its first token stands at position ``first``.
 
     Example:
         >>> from kvx.evaluation.comparison import straight_context
@@ -253,7 +291,7 @@ def straight_context(geometry: CacheGeometry, tokens: int) -> tuple[KVCache, Ali
             g,
             k=jnp.ones_like(g.k),
             v=jnp.ones_like(g.v),
-            pos=jnp.broadcast_to(slots[:, None, None], g.pos.shape),
+            pos=jnp.broadcast_to(slots[:, None, None] + jnp.int32(first), g.pos.shape),
             next=jnp.full_like(g.next, tokens),
         )
         for g in cache.groups

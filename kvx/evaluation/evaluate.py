@@ -18,6 +18,7 @@ from kvx.errors import KvxError
 from kvx.evaluation.answering import MAX_NEW_TOKENS, measure_answers
 from kvx.evaluation.answers import DEFAULT_TEMPLATE, Template, load_template
 from kvx.evaluation.arms import Setup, tokenizer_of
+from kvx.evaluation.flops import map_cost
 from kvx.evaluation.items import Item, Question
 from kvx.evaluation.latency import Latency, measure_latency
 from kvx.evaluation.losses import measure_losses
@@ -186,6 +187,7 @@ def measure(
             phases=clock.seconds,
             thresholds=bars,
             bootstrap=bootstrap or Bootstrap(),
+            cost=map_cost(mappers[at], target),
         )
         for at, ((loss, cosines), answer) in enumerate(zip(losses, answers, strict=True))
     ]

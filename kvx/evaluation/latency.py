@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kvx.alignment import align
+from kvx.cache.cache import KVCache
 from kvx.evaluation.arms import Setup, boundary_tokens
 from kvx.models.prefill import next_token_logits, prefill
 
@@ -27,7 +28,8 @@ class LatencyRow:
         boundary_tokens: target tokens of the boundary.
         source_prefill: the source reads the context.
         align: text to alignment, on the host.
-        translate: source cache to target cache.
+        translate: source cache to target cache; for maps that read the target's own cache, with its prefill of the
+            context.
         boundary: the target prefills the boundary over the cache, up to the first answer token.
         native_prefill: the target reads the context itself.
     """
@@ -140,11 +142,16 @@ def _row(setup: Setup, context: str, boundary: str, repeats: int) -> LatencyRow:
     last = jnp.asarray(boundary_tokens(setup.target_tokenizer, [boundary]))
     alignment = align(setup.source, setup.target, context, rule=setup.rule)
     cache = prefill(setup.source, source_tokens, keep="all")
-    moved = translate(setup.mapper, cache, alignment, prefix=setup.prefix)
+
+    def move() -> KVCache:
+        own = prefill(setup.target, target_tokens, setup.prefix, keep="all") if setup.mapper.reads_target else None
+        return translate(setup.mapper, cache, alignment, prefix=setup.prefix, receiver=own)
+
+    moved = move()
     steps: dict[str, Callable[[], Any]] = {
         "source_prefill": lambda: prefill(setup.source, source_tokens, keep="all"),
         "align": lambda: align(setup.source, setup.target, context, rule=setup.rule),
-        "translate": lambda: translate(setup.mapper, cache, alignment, prefix=setup.prefix),
+        "translate": move,
         "boundary": lambda: next_token_logits(setup.target, last, moved),
         "native_prefill": lambda: prefill(setup.target, target_tokens, setup.prefix, keep="all"),
     }

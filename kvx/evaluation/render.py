@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kvx.evaluation.report import ARMS, SOURCE_ALONE, Evaluation
+from kvx.evaluation.report import ARMS, FUSED, READS, SOURCE_ALONE, Evaluation
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -43,6 +43,8 @@ def as_json(result: Evaluation, per_item: bool) -> dict[str, Any]:
         "exact": {
             arm: float(answer.exact[arm].mean()) if answer and arm in answer.exact else None for arm in answering
         },
+        "target_reads_context": result.target_reads_context,
+        "cost": result.cost.to_json() if result.cost else None,
         "verdict": result.verdict.decision,
         "reasons": list(result.verdict.reasons),
         "attention_cosine": result.cosine.to_json() if result.cosine else None,
@@ -117,12 +119,22 @@ def _counts(result: Evaluation) -> str:
     return "; ".join(found) or "nothing"
 
 
+def _part(result: Evaluation) -> str:
+    """What a map costs whose target also reads the context."""
+    cost = result.cost
+    if cost is None or not cost.target_reads_context:
+        return ""
+    return (
+        f"; {READS}: {cost.flops / 1e9:,.3f} GFLOP at {cost.tokens} tokens, {cost.target / 1e9:,.3f} of them its own "
+        f"reading; {cost.parameters / 1e6:,.1f} M parameters"
+    )
+
+
 def _arms(result: Evaluation) -> Table:
     """One row an arm: loss, F1, exact match."""
-    table = _table(
-        f"{result.pair}: {_counts(result)}", "arm", "what is seen before the boundary", "loss (nats/token)", "F1", "EM"
-    )
-    for arm, sees in ARMS.items():
+    title = f"{result.pair}: {_counts(result)}{_part(result)}"
+    table = _table(title, "arm", "what is seen before the boundary", "loss (nats/token)", "F1", "EM")
+    for arm, sees in (ARMS | (FUSED if result.target_reads_context else {})).items():
         style = "bold" if arm == "translated" else None
         table.add_row(arm.replace("_", " "), sees, *_cells(result, arm), style=style)
     loss, f1, exact = _cells(result, SOURCE_ALONE)

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from kvx.evaluation.cosine import AttentionCosine
+    from kvx.evaluation.flops import MapCost
     from kvx.evaluation.latency import Latency
 
 SOURCE_ALONE = "source_alone"
+READS = "target also reads the context"
 ARMS: dict[str, str] = {
     "native": "its own cache of the context",
     "native_mismatched": "its own cache of another item of about the same length",
@@ -29,6 +31,12 @@ ARMS: dict[str, str] = {
     "mismatched": "the translated cache of that other item",
     "constant": "the map's biases only",
     "random": "a random map with matched mean and variance",
+}
+FUSED: dict[str, str] = {  # the same arms of a map that reads the target's own cache: all but the source's part is kept
+    "translated": "its own cache, fused with the source's",
+    "mismatched": "its own cache, fused with the source's of that other item",
+    "constant": "its own cache, and the mean of what the map adds",
+    "random": "its own cache, and a random addition with matched mean and variance",
 }
 
 
@@ -84,6 +92,7 @@ class Evaluation:
         settings: what the run was asked to do.
         seconds: wall time of the whole evaluation; phases: of its parts.
         thresholds: bars of the verdict; bootstrap: how intervals were drawn.
+        cost: parameters and operations of the map, and whether its target also reads the context.
     """
 
     pair: str
@@ -97,6 +106,12 @@ class Evaluation:
     phases: Mapping[str, float]
     thresholds: Thresholds
     bootstrap: Bootstrap = Bootstrap()
+    cost: MapCost | None = None
+
+    @property
+    def target_reads_context(self) -> bool:
+        """Whether the map fuses with the target's own cache: its figures then stand apart from all others."""
+        return self.cost is not None and self.cost.target_reads_context
 
     @functools.cached_property
     def content(self) -> Estimate:
@@ -150,8 +165,8 @@ class Evaluation:
 
         Returns:
             ``retained``, ``content``, ``answers`` (each with ``_low`` and ``_high``), ``items``, ``questions``,
-            ``loss``, ``f1`` and ``exact`` per arm, ``verdict``, ``reasons``, ``attention_cosine``, ``latency``,
-            ``hashes``, ``settings``, ``seconds``.
+            ``loss``, ``f1`` and ``exact`` per arm, ``target_reads_context``, ``cost``, ``verdict``, ``reasons``,
+            ``attention_cosine``, ``latency``, ``hashes``, ``settings``, ``seconds``.
         """
         from kvx.evaluation.render import as_json
 

@@ -18,7 +18,7 @@ from kvx.evaluation.batches import plan
 from kvx.evaluation.items import Question
 from kvx.models.model import Model
 from kvx.models.prefill import prefill
-from kvx.pipeline import translate
+from kvx.pipeline import own_cache, translate
 
 if TYPE_CHECKING:
     from kvx.mappers.base import CacheMap
@@ -53,7 +53,8 @@ class AnswerScorer:
             texts = [contexts[i] for i in batch.items]
             cache = prefill(self.source, reader.encode_batch(texts, length=batch.length), capacity=batch.length)
             aligned = align(self.source, self.target, texts, rule=mapper.rule, length=batch.length)
-            moved = with_dtype(translate(mapper, cache, aligned), self.target.dtype)
+            own = own_cache(self.target, mapper, texts, batch.length) if mapper.reads_target else None
+            moved = with_dtype(translate(mapper, cache, aligned, receiver=own), self.target.dtype)
             room = moved.groups[0].slots + tokens.shape[1] + self.max_new_tokens
             said = answer(pad_to(moved, room), batch.items)
             for i, text in zip(batch.items[: batch.real], said, strict=False):

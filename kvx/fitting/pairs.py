@@ -22,7 +22,9 @@ from kvx.errors import KvxError
 from kvx.fitting.passages import sequences
 from kvx.fitting.reading import Probes, probes_of
 from kvx.fitting.sensitivity import check_mode, sensitivity
+from kvx.mappers.base import CacheMap
 from kvx.mappers.history import History, with_history, with_history_layers
+from kvx.mappers.identity import Identity
 from kvx.mappers.linear import aligned_rows, cache_rows
 from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
@@ -118,6 +120,11 @@ class Pairs:
             source=with_history_layers(self.source, history),
             sensitive=None if sensitive is None else lambda mode: longer(sensitive(mode)),
         )
+
+    def unfitted(self) -> CacheMap:
+        """A map of the pair without parameters, for methods that begin from none: prefix, rule, and provenance."""
+        facts = {**self.provenance, "pairs": self.digest}
+        return CacheMap((), self.prefix, Identity(), self.source, self.target, self.rule, facts)
 
     def __iter__(self) -> Iterator[PairBatch]:
         return self.batches(lambda percent: None)

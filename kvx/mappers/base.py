@@ -14,9 +14,10 @@ from kvx.alignment import Alignment
 from kvx.cache.build import blank_group, concrete, last_filled
 from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.geometry import CacheGeometry
-from kvx.cache.ops import concatenate, unrotate_keys
+from kvx.cache.ops import concatenate, rotate_keys, unrotate_keys
 from kvx.cache.provenance import digest_arrays
 from kvx.errors import KvxError
+from kvx.mappers.receiver import context_start, reads_receiver, receiver_rows
 from kvx.typing import host, pytree, static
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ class CacheMap:
         return 0 if self.prefix is None else self.prefix.groups[0].slots
 
     @property
+    def reads_target(self) -> bool:
+        """Whether the target has to read the context too: :func:`kvx.translate` then needs ``receiver=``."""
+        return reads_receiver(self.method)
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the parameters and the prefix; recorded at fit time, computed anew where that record is lost."""
         recorded = (self.provenance or {}).get("digest")
@@ -80,8 +86,20 @@ class CacheMap:
     @property
     def size(self) -> int:
         """Bytes that a translation reads; what only controls need (``covariance`` of linear maps) is left out."""
-        parts = jax.tree.leaves(self.params, is_leaf=lambda part: hasattr(part, "stored"))
-        return sum(part.stored if hasattr(part, "stored") else part.size * part.dtype.itemsize for part in parts)
+        return sum(p.stored if hasattr(p, "stored") else p.size * p.dtype.itemsize for p in self._parts)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that a translation reads."""
+        return sum(p.parameters if hasattr(p, "parameters") else p.size for p in self._parts)
+
+    def flops(self, tokens: int) -> int:
+        """Floating-point operations of translating a context of so many tokens, batch 1; products only."""
+        return sum(part.flops(tokens) for part in self._parts if hasattr(part, "flops"))
+
+    @property
+    def _parts(self) -> list[Any]:
+        return jax.tree.leaves(self.params, is_leaf=lambda part: hasattr(part, "stored"))
 
     def __repr__(self) -> str:
         names = [getattr((self.provenance or {}).get(side), "model", "?") for side in ("source", "target")]
@@ -89,10 +107,60 @@ class CacheMap:
         return f"CacheMap({names[0]} -> {names[1]}, {layers}, {self.method}, {self.size / 1e6:,.1f} MB)"
 
 
-def context_of(method: Any, params: Any, cache: KVCache, alignment: Alignment) -> KVCache:
+def context_of(
+    method: Any,
+    params: Any,
+    cache: KVCache,
+    alignment: Alignment,
+    *,
+    receiver: KVCache | None = None,
+    prefix: KVCache | None = None,
+) -> KVCache:
     """The cache that a mapper or a translator makes of a context, without what only training reads."""
-    made = method.apply(params, cache, alignment)
-    return made[0] if isinstance(made, tuple) else made
+    return applied(method, params, cache, alignment, receiver=receiver, prefix=prefix)[0]
+
+
+def applied(
+    method: Any,
+    params: Any,
+    cache: KVCache,
+    alignment: Alignment,
+    *,
+    receiver: KVCache | None = None,
+    prefix: KVCache | None = None,
+    **training: Any,
+) -> tuple[KVCache, dict[str, jax.Array]]:
+    """A method's ``apply`` with what it needs, in the form it needs it, and its penalties.
+
+    Args:
+        method: mapper or translator; params: its parameters.
+        cache: of the source, keys rotated or not.
+        alignment: of the context.
+        receiver: the target's own cache of the context, with or without its prefix, keys rotated or not.
+        prefix: what comes before the context, which says where the receiver's tokens stand.
+        training: ``rng`` (noise) and ``step`` (int32, steps done), passed on where the method asks for them.
+
+    Returns:
+        The target's cache of the context alone, keys un-rotated, positions from zero; and penalties by name.
+    """
+    more = {name: value for name, value in training.items() if name in getattr(method, "needs", ()) or name == "rng"}
+    turn = rotate_keys if getattr(method, "rotated", False) else unrotate_keys
+    if not reads_receiver(method):
+        made = method.apply(params, turn(cache), alignment, **more)
+        return made if isinstance(made, tuple) else (made, {})
+    if receiver is None:
+        raise KvxError(f"{method} reads the target's own cache of the context, and none was given; pass receiver=.")
+    own = turn(receiver_rows(receiver, alignment, context_start(prefix)))
+    made, penalties = method.apply(params, turn(cache), alignment, receiver=own, **more)
+    return (_from_rotated(made, own) if made.rotated else made), penalties
+
+
+def _from_rotated(made: KVCache, own: KVCache) -> KVCache:
+    """A context whose keys are rotated for the receiver's positions, un-rotated."""
+    placed = tuple(dataclasses.replace(g, pos=own.groups[0].pos) for g in made.groups)
+    back = unrotate_keys(dataclasses.replace(made, groups=placed))
+    groups = tuple(dataclasses.replace(g, pos=old.pos) for g, old in zip(back.groups, made.groups, strict=True))
+    return dataclasses.replace(back, groups=groups)
 
 
 def after_prefix(prefix: KVCache | None, context: KVCache) -> KVCache:

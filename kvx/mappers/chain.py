@@ -61,7 +61,7 @@ def chain(*maps: CacheMap) -> CacheMap:
         One map; the identity for no maps, the map itself for one.
 
     Raises:
-        KvxError: a map that does not write what the next one reads.
+        KvxError: a map that does not write what the next one reads, or one that reads its target's own cache.
 
     Example:
         >>> import kvx
@@ -76,6 +76,12 @@ def chain(*maps: CacheMap) -> CacheMap:
         return links[0]
     if not links:
         return maps[0] if maps else CacheMap((), None, Identity())
+    fused = [n for n, link in enumerate(links) if link.reads_target]
+    if fused:
+        raise KvxError(
+            f"map {fused[0]} ({links[fused[0]].method}) fuses with its target's own cache of the context, which a "
+            "chain does not have; translate with each map by itself."
+        )
     for n, (first, second) in enumerate(zip(links[:-1], links[1:], strict=True)):
         if shapes(first.target) != shapes(second.source):
             raise KvxError(

@@ -75,6 +75,15 @@ class LinearParams:
         arrays = [a for m in maps for a in (m.gather, m.coefficients, m.center, m.mean)]
         return sum(a.size * a.dtype.itemsize for a in arrays)
 
+    @property
+    def parameters(self) -> int:
+        """Fitted numbers that a translation reads."""
+        return sum(m.coefficients.size + m.center.size + m.mean.size for m in (*self.keys, *self.values))
+
+    def flops(self, tokens: int) -> int:
+        """Operations of translating so many tokens: a product and a sum a coefficient."""
+        return 2 * tokens * sum(m.coefficients.size for m in (*self.keys, *self.values))
+
 
 @functools.partial(jax.jit, static_argnames=("alike",))
 def apply_linear(params: LinearParams, cache: KVCache, alignment: Alignment, alike: bool = False) -> KVCache:

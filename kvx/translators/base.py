@@ -13,7 +13,7 @@ from kvx.cache.cache import KVCache
 from kvx.mappers.base import CacheMap, digest_map
 
 Aux = dict[str, Array]
-Sample = Sequence[tuple[KVCache, Alignment]]
+Sample = Sequence[tuple[Any, ...]]  # source caches, alignments, and receivers where the method reads them
 
 
 @runtime_checkable
@@ -24,7 +24,9 @@ class Translator(Protocol):
 
     Attributes:
         needs: what :meth:`apply` reads beside the source's cache: ``"receiver"`` (the target's own cache of the
-            context), ``"rng"`` (noise, in training only); empty: nothing.
+            context, each token in its slot of the alignment, at its own position), ``"rng"`` (noise, in training
+            only), ``"step"`` (int32, steps done, in training only); empty: nothing. A method with a true ``rotated``
+            gets both caches with rotated keys, and returns such keys.
     """
 
     needs: ClassVar[tuple[str, ...]]

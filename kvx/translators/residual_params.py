@@ -92,6 +92,20 @@ class ResidualParams:
         arrays += [getattr(out, name) for b in self.branches for out in b.outputs for name in names]
         return sum(a.size * a.dtype.itemsize for a in arrays)
 
+    @property
+    def parameters(self) -> int:
+        """Numbers that a translation reads, but for the tables of what is read."""
+        outputs = [out for branch in self.branches for out in branch.outputs]
+        names = ("coefficients", "bias", "down", "gate", "mean", "spread")
+        numbers = sum(getattr(out, name).size for out in outputs for name in names)
+        return numbers + sum(a.size for b in self.branches for a in (b.center, b.scale, b.expand))
+
+    def flops(self, tokens: int) -> int:
+        """Operations of translating so many tokens: a product and a sum an element of each matrix."""
+        outputs = [out for branch in self.branches for out in branch.outputs]
+        matrices = [b.expand.size for b in self.branches] + [out.coefficients.size + out.down.size for out in outputs]
+        return 2 * tokens * sum(matrices)
+
     def silenced(self, key: Array) -> ResidualParams:
         """The constant control: every token gets the average output, whatever was read."""
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.cache.join import select_batch
 from kvx.fitting.training.batch import TrainBatch
 from kvx.fitting.training.loss import TrainingLoss
 from kvx.fitting.training.store import Table
+from kvx.mappers.receiver import context_start, laid_under, receiver_rows
 from kvx.models.model import Model
 
 Shape = tuple[int, int, int]  # slots of the context, tokens of the suffix, scored tokens
@@ -80,6 +80,10 @@ class TrainingData:
         names = [place.kind for place in self.places]
         return {name: names.count(name) for name in sorted(set(names))}
 
+    def holds(self, name: str) -> bool:
+        """Whether something was kept of every context: ``"native"`` (the target's own cache), ``"sensitivity"``."""
+        return all(any(key.split(".")[0] == name for key in table.columns) for table in self.contexts.values())
+
     def __repr__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
         shapes = ", ".join("x".join(map(str, shape)) for shape in sorted(self.suffixes))
@@ -108,16 +112,20 @@ class TrainingData:
             yield from self.order(batch_size, seed, epoch)[skip:]
             epoch, skip = epoch + 1, 0
 
-    def batch(self, examples: Sequence[int], size: int | None = None, *, crossed: bool = False) -> TrainBatch:
+    def batch(
+        self, examples: Sequence[int], size: int | None = None, *, crossed: bool = False, fused: bool = False
+    ) -> TrainBatch:
         """Some examples of one shape as arrays.
 
         Args:
             examples: their numbers.
             size: rows of the batch; missing ones repeat the first without scored tokens. ``None``: as many.
             crossed: give each example its partner's context instead of its own.
+            fused: for methods that read the target's own cache: crossed examples keep that cache of their own context,
+                and get their partner's source cache, slot for slot.
 
         Returns:
-            The batch; crossed ones hold no native caches.
+            The batch; crossed ones hold no native caches, unless ``fused``.
         """
         places = [self.places[n] for n in examples]
         filled = places + [places[0]] * ((size or len(places)) - len(places))
@@ -128,6 +136,9 @@ class TrainingData:
             suffix = dataclasses.replace(suffix, targets=jnp.where(real, suffix.targets, -1))
         rows = [place.partner if crossed else place.context for place in filled]
         held = self.contexts[shape[0]].read(rows)
+        if crossed and fused:
+            own = self.contexts[shape[0]].read([place.context for place in filled])
+            return TrainBatch(held.source, laid_under(own.alignment, held.source), suffix, own.native)
         if crossed:
             return TrainBatch(held.source, held.alignment, suffix)
         own = held.native, held.sensitivity, self.variance, held.tokens
@@ -137,8 +148,11 @@ class TrainingData:
         """The prefix for a batch of ``size`` rows."""
         return None if self.prefix is None else select_batch(self.prefix, [0] * size)
 
-    def sample(self, contexts: int, size: int = 4) -> list[tuple[KVCache, Alignment]]:
-        """Source caches and alignments of about so many contexts, evenly spread, in batches of one shape each."""
+    def sample(self, contexts: int, size: int = 4, *, fused: bool = False) -> list[tuple[Any, ...]]:
+        """Source caches and alignments of about so many contexts, evenly spread, in batches of one shape each.
+
+        With ``fused`` the target's own caches of them come third, in the slots of the alignments.
+        """
         total = sum(table.rows for table in self.contexts.values())
         found = []
         for table in self.contexts.values():
@@ -147,5 +161,6 @@ class TrainingData:
             chosen = np.unique(np.linspace(0, table.rows - 1, wanted).astype(int))
             for i in range(0, len(chosen), size):
                 held = table.read(chosen[i : i + size])
-                found.append((held.source, held.alignment))
+                own = (receiver_rows(held.native, held.alignment, context_start(self.prefix)),) if fused else ()
+                found.append((held.source, held.alignment, *own))
         return found

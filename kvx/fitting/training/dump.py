@@ -53,6 +53,7 @@ def training_data(
     *,
     loss: TrainingLoss | None = None,
     held_out: bool = False,
+    receiver: bool = False,
     max_length: int = 512,
     batch_size: int = 4,
     dtype: Any = None,
@@ -70,6 +71,7 @@ def training_data(
         loss: what will be trained for: it decides whether the target's own losses, hidden states and caches are
             measured and kept.
         held_out: examples to judge on: measure the target's own losses in every case, over another context too.
+        receiver: keep the target's own cache of every context, for methods that read it (``fuser``, ``latent_flow``).
         max_length: tokens of a context in either model, prefix and BOS included; examples with longer ones are left
             out and counted in ``facts``.
         batch_size: contexts read together.
@@ -95,7 +97,8 @@ def training_data(
         TrainingData(2 continuation; shapes 16x16x16, 32x16x16; 0 MB; ...)
     """
     loss = check_loss(loss or TrainingLoss())
-    job = _Job(source, target, start.prefix, start.rule, loss, held_out or loss.measured, batch_size, dtype)
+    measured, natives = held_out or loss.measured, receiver or loss.compares
+    job = _Job(source, target, start.prefix, start.rule, loss, measured, natives, batch_size, dtype)
     kept = [e for e in examples if job.length(e.context) <= max_length]
     if not kept or batch_size < 1:
         raise KvxError(
@@ -103,7 +106,7 @@ def training_data(
             f"{batch_size} at a time; give shorter contexts or a larger max_length."
         )
     tokens = [suffix_tokens(example, target._tokenizer()) for example in kept]
-    compared = [loss.distil > 0, loss.compares, loss.cache > 0 and loss.sensitivity, str(dtype)]
+    compared = [loss.distil > 0, natives, loss.cache > 0 and loss.sensitivity, str(dtype)]
     facts = {
         "examples": digest_examples(kept),
         "left_out": len(examples) - len(kept),
@@ -173,6 +176,7 @@ class _Job:
     rule: str
     loss: TrainingLoss
     measured: bool
+    natives: bool
     batch_size: int
     dtype: Any
     counted: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -242,7 +246,7 @@ class _Job:
             align(self.source, self.target, filled, rule=self.rule, length=length), report=None
         )
         made = Contexts(self._cast(source), alignment)
-        if not (self.measured or self.loss.compares):
+        if not (self.measured or self.natives):
             return made, None
         tokens = writer.encode_batch(filled, bos=False, length=length)
         if self.loss.correction:
@@ -250,7 +254,7 @@ class _Job:
         lead = None if self.prefix is None else select_batch(self.prefix, [0] * len(filled))
         weighed = self.loss.cache > 0 and self.loss.sensitivity
         whole, queries = _native(self.target, tokens, lead, weighed)
-        if self.loss.compares:
+        if self.natives:
             native = slice_slots(whole, self.held, self.held + length)
             made = dataclasses.replace(made, native=self._cast(native))
         if weighed:

@@ -96,7 +96,7 @@ class HeldOut:
         found = np.zeros(len(wanted))
         place_of = {n: at for at, n in enumerate(wanted)}
         for batch in _batches(self.data, wanted, self.batch_size):
-            read = self.data.batch(batch, self.batch_size, crossed=crossed)
+            read = self.data.batch(batch, self.batch_size, crossed=crossed, fused=mapper.reads_target)
             sums = np.asarray(example_nats(mapper, self.data.target, read, self.data.prefix), np.float64)
             for n, (nats, count) in zip(batch, sums, strict=False):
                 found[place_of[n]] = nats / max(count, 1.0)

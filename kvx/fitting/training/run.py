@@ -154,7 +154,8 @@ class Run:
     def finish(self, stopped: str) -> tuple[CacheMap, TrainReport]:
         """The kept parameters as a map, with what its controls need, and the report."""
         best = self.trainer.final(self.state.best)
-        params = self.trainer.method.calibrate(best.params, self.data.sample(SAMPLE, self.batch_size))
+        sample = self.data.sample(SAMPLE, self.batch_size, fused=best.reads_target)
+        params = self.trainer.method.calibrate(best.params, sample)
         digests = {name: str(self.facts[name]) for name in ("start", "data", "held_out")}
         facts = {"training": {**digests, "steps": self.best_step, "loss": self.facts["loss"]}}
         made = with_params(best, self.trainer.method, params, **facts)

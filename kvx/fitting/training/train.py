@@ -20,6 +20,7 @@ from kvx.fitting.training.train_report import Log, TrainReport
 from kvx.fitting.training.trainer import Trainer
 from kvx.mappers.base import CacheMap, check_models
 from kvx.mappers.full_head import full_head
+from kvx.mappers.receiver import reads_receiver
 from kvx.models.progress import Hook, reporting
 from kvx.translators.base import Translator, untrained
 
@@ -59,8 +60,9 @@ def train(
 
     Args:
         method: settings, such as ``kvx.translators.residual(width=128)``.
-        start: the fitted map to begin from; or pairs, to which a ``full_head`` map is fitted first.
-        data: from :func:`kvx.training_data`.
+        start: the fitted map to begin from; or pairs, to which a ``full_head`` map is fitted first (but for methods
+            that read the target's own cache: they have no closed form to begin from).
+        data: from :func:`kvx.training_data`; made with ``receiver=True`` for methods that read the target's own cache.
         held_out: data to judge on (``training_data(held_out=True)``), of other texts; ``None``: the last parameters are
             kept.
         scorer: further held-out figures of a map, such as ``kvx.evaluation.scorer.answer_scorer(...)``'s ``f1``.
@@ -112,14 +114,20 @@ def train(
     _check(data, loss, steps, batch_size, accumulate, (compute, kept), evaluate_every, ema)
     if loss.correction:
         loss.plan.layers(data.target.config)
+    fused = reads_receiver(method)
     if isinstance(start, Pairs):
-        start, _ = fit(full_head(), start, progress=progress)
+        start = start.unfitted() if fused else fit(full_head(), start, progress=progress)[0]
     check_models(start, data.source, data.target)
     if (start.rule, digest_arrays(start.prefix)) != (data.rule, data.facts["prefix"]):
         raise KvxError(
             "the data was read with another prefix or alignment rule than the start; make it with this start."
         )
-    first = untrained(method, start, jax.random.key(seed), data.sample(SAMPLE, batch_size))
+    if fused and not all(d is None or d.holds("native") for d in (data, held_out)):
+        raise KvxError(
+            f"{method} reads the target's own cache of each context, which the data lacks; make training and held-out "
+            "data with training_data(receiver=True)."
+        )
+    first = untrained(method, start, jax.random.key(seed), data.sample(SAMPLE, batch_size, fused=fused))
     moves = optimizer or adamw(warmup_cosine(steps=steps))
     trainer, trained = Trainer.create(first, moves, loss, compute=compute, kept=kept, ema=ema)
     del first
@@ -165,15 +173,14 @@ def _check(
     if ema is not None and not 0 < ema < 1:
         raise KvxError(f"ema is {ema}; expected a decay above 0 and below 1, or None.")
     held = {name for table in data.suffixes.values() for name in table.columns}
-    kept = {name for table in data.contexts.values() for name in table.columns}
     lacks = [
         name
         for name, wanted, there in (
             ("gain", loss.gain > 0, "native" in held),
             ("distil", loss.distil > 0, "hidden" in held),
-            ("cache", loss.cache > 0, any(name.startswith("native") for name in kept)),
-            ("correction", loss.correction > 0, "tokens" in kept),
-            ("sensitivity", loss.cache > 0 and loss.sensitivity, "sensitivity" in kept),
+            ("cache", loss.cache > 0, data.holds("native")),
+            ("correction", loss.correction > 0, data.holds("native") and data.holds("tokens")),
+            ("sensitivity", loss.cache > 0 and loss.sensitivity, data.holds("sensitivity")),
         )
         if wanted and not there
     ]

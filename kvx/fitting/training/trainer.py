@@ -20,7 +20,7 @@ from kvx.fitting.training.data import TrainingData
 from kvx.fitting.training.head import token_nats
 from kvx.fitting.training.loss import Norms, TrainingLoss, norms_of, scored, suffix_hidden, total_loss
 from kvx.fitting.training.partition import Named, Partition
-from kvx.mappers.base import CacheMap, after_prefix, context_of
+from kvx.mappers.base import CacheMap, after_prefix, applied, context_of
 from kvx.models.model import Model
 from kvx.translators.base import Translator
 from kvx.typing import pytree
@@ -133,7 +133,7 @@ class Trainer:
         for n, batch in enumerate(batches):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step), n)
             found, made = gradient(
-                state.trained, self.rest, data.target, batch, data.prefix, norms, key, trainer=self.static
+                state.trained, self.rest, data.target, batch, data.prefix, norms, key, state.step, trainer=self.static
             )
             slopes = found if slopes is None else _add(slopes, found)
             figures = {k: figures[k] + x if k in figures else x for k, x in made.items()}
@@ -171,6 +171,7 @@ def gradient(
     prefix: KVCache | None,
     norms: Norms,
     key: Array,
+    step: Array | None = None,
     *,
     trainer: Static,
 ) -> tuple[Named, dict[str, Array]]:
@@ -178,7 +179,10 @@ def gradient(
 
     def share(trained: Named) -> tuple[Array, dict[str, Array]]:
         params = trainer.part.join(_cast(trained, trainer.compute), rest)
-        context, extra = trainer.method.apply(params, batch.source, batch.alignment, rng=key)
+        read = batch.source, batch.alignment
+        context, extra = applied(
+            trainer.method, params, *read, receiver=batch.native, prefix=prefix, rng=key, step=step
+        )
         moved = after_prefix(prefix, context)
         total, terms = total_loss(target, moved, batch, norms, trainer.loss, context)
         for name, penalty in extra.items():
@@ -191,7 +195,8 @@ def gradient(
 
 def _cast(trained: Named, compute: str) -> Named:
     """Matrices in the type of the products; biases and gates stay in float32."""
-    return {name: x.astype(compute) if x.ndim >= 4 else x for name, x in trained.items()}
+    matrix = lambda name, x: x.ndim >= 4 or name.endswith("weight")  # noqa: E731
+    return {name: x.astype(compute) if matrix(name, x) else x for name, x in trained.items()}
 
 
 @contextlib.contextmanager
@@ -226,7 +231,8 @@ def move(
 @jax.jit
 def example_nats(mapper: CacheMap, target: Model, batch: TrainBatch, prefix: KVCache | None) -> Float32[Array, "B 2"]:
     """Summed nats and number of the scored tokens of each example, over its translated cache."""
-    context = context_of(mapper.method, mapper.params, batch.source, batch.alignment)
+    read = batch.source, batch.alignment
+    context = context_of(mapper.method, mapper.params, *read, receiver=batch.native, prefix=prefix)
     hidden = suffix_hidden(target, batch.suffix, after_prefix(prefix, context))
     nats = token_nats(target, hidden, batch.suffix.targets)
     return jnp.stack([nats.sum(axis=1), scored(batch.suffix).sum(axis=1).astype(jnp.float32)], axis=1)
