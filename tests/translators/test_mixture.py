@@ -49,22 +49,23 @@ def test_training_separates_two_kinds_of_tokens() -> None:
         weights = route(logits, 1, noise)
         return jnp.einsum("btp,npd,btn->btd", x, params["maps"], weights), logits, weights
 
-    @jax.jit
-    def step(params, state, x: jax.Array, y: jax.Array, noise: jax.Array):
+    def step(carry, given):
+        params, state = carry
+        x, y, noise = given
+
         def loss(params):
             made, logits, weights = output(params, x, noise)
             return jnp.square(made - y).mean() + 0.02 * imbalance(logits, weights, real)
 
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             change, state = moves.update(jax.grad(loss)(params), state)
-            return optax.apply_updates(params, change), state
+            return (optax.apply_updates(params, change), state), None
 
     with jax.numpy_dtype_promotion("standard"):
         state = moves.init(params)
-    for n in range(300):
-        x, y, _ = draw(n)
-        noise = jnp.float32(0.5) * np.random.default_rng(n).standard_normal((4, 32, 2), np.float32)
-        params, state = step(params, state, x, y, noise)
+    x, y, _ = (np.stack(column) for column in zip(*(draw(n) for n in range(300)), strict=True))
+    noise = 0.5 * jax.random.normal(jax.random.key(2), (300, 4, 32, 2))
+    (params, _), _ = jax.jit(lambda carry, given: jax.lax.scan(step, carry, given))((params, state), (x, y, noise))
     x, y, kinds = draw(999)
     made, _, weights = output(params, x)
     assert float(jnp.square(made - y).mean()) < 0.1 * float(jnp.square(y).mean())
