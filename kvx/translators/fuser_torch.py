@@ -95,7 +95,7 @@ def _folder(folder: Path) -> tuple[Named, Any]:
             f"{folder} holds no projector_*.safetensors; save each projector's state dict (projector_0.pt, ...) as "
             "safetensors first: kvx does not unpickle torch files."
         )
-    named = {}
+    named: dict[str, Any] = {}
     for file in files:
         held = SafetensorsFolder.of([file])
         named |= {f"{file.stem}.{name}": held.read(name) for name in held.slots}

@@ -101,9 +101,8 @@ class FlowParams:
             first, second = jax.random.split(jax.random.fold_in(key, n))
             key_weight, key_bias, keys = change(flow.keys, flow.key_weight, flow.key_bias, first)
             value_weight, value_bias, values = change(flow.values, flow.value_weight, flow.value_bias, second)
-            made = {"key_weight": key_weight, "key_bias": key_bias, "keys": keys}
-            made |= {"value_weight": value_weight, "value_bias": value_bias, "values": values}
-            flows.append(dataclasses.replace(flow, **made))
+            flow = dataclasses.replace(flow, key_weight=key_weight, key_bias=key_bias, keys=keys)
+            flows.append(dataclasses.replace(flow, value_weight=value_weight, value_bias=value_bias, values=values))
         return dataclasses.replace(self, flows=tuple(flows))
 
 

@@ -166,13 +166,13 @@ TRAINED = {"flow": latent_flow(width=32), "fuser": fuser(hidden=32, inner=32, ga
 def test_training_lowers_the_held_out_loss_and_resumes_exactly(task: Task, name: str, tmp_path) -> None:
     method = TRAINED[name]
     how = {"batch_size": 8, "optimizer": optax.adam(1e-2), "progress": False, "held_out": task.held, "patience": None}
-    how |= {"steps": 30, "evaluate_every": 15, "checkpoint_every": 15, "select": ("loss",)}
+    how |= {"steps": 16, "evaluate_every": 8, "checkpoint_every": 8, "select": ("loss",)}
     made, report = kvx.train(method, task.pairs, task.data, **how)
     assert report.best_step > 0 and report.best["loss"] < report.first["loss"] - 0.05
     assert report.best["mismatched"] > report.best["loss"] + 0.05  # another context's letters do not help
 
     def interrupt(what: str, done: int, total: int) -> None:
-        if done == 15:
+        if done == 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
