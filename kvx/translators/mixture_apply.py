@@ -60,7 +60,7 @@ def _outputs(
         step = functools.partial(_layer, blocks=feeds[part.component], fixed=fixed, rate=params.rate, top=method.top)
         y, did = jax.lax.scan(step, None, (part, noise))[1]
         made.append(y)
-        if part.router is not None:
+        if did is not None:
             routed.append(did)
     return made, routed
 
