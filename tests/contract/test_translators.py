@@ -129,8 +129,9 @@ def _context(mapper: CacheMap, cache: KVCache, alignment) -> np.ndarray:
 
 def params_average(params, component: int) -> np.ndarray:
     if hasattr(params, "branches"):
-        outs = [out for branch in params.branches for out in branch.outputs if out.component == component]
-        return np.asarray(outs[0].average[1])
+        branch = next(b for b in params.branches if 1 in b.layers and component in [out.component for out in b.outputs])
+        out = next(out for out in branch.outputs if out.component == component)
+        return np.asarray(out.average[branch.layers.index(1)])
     part = next(part for part in params.parts if part.component == component and 1 in part.layers)
     return np.asarray(part.average[part.layers.index(1)])
 
