@@ -57,7 +57,7 @@ def fuser_from_torch(weights: str | Path | Mapping[str, Any], start: CacheMap) -
         >>> weights = {f"projector_0.{s}_{n}": np.ones(x) for n, x in shapes.items() for s in ("key", "value")}
         >>> made = fuser_from_torch(weights, CacheMap((), None, None, one, one))
         >>> made.method.hidden, made.parameters
-        (3, 172)
+        (3, 182)
 
     Reference: thu-nics/C2C, ``rosetta/model/projector.py`` (``C2CProjector``).
     """
