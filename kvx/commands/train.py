@@ -80,8 +80,8 @@ class MethodSettings(LossSettings):
     """Attention heads of an attention expert; they divide the width."""
     window: tuple[int, int] | None = None
     """First channel (pair of layers at the same depth) with experts, and how many; None: all layers."""
-    causal: bool = True
-    """Attention experts read no later token, so a context may be extended."""
+    whole_context: bool = False
+    """Attention experts read later tokens too, as published; a context can then not be extended."""
     balance: float = 0.01
     """Weight of the penalty on experts that translate more than others."""
 
@@ -217,8 +217,8 @@ def method_of(settings: MethodSettings) -> Translator:
         return latent_flow(width=settings.width, layers=settings.fused_layers, span=settings.span)
     if settings.method == "residual":
         return residual(width=settings.width, frozen=settings.frozen)
-    names = ("experts", "top", "expert", "width", "depth", "heads", "window", "causal", "balance", "frozen")
-    return mixture(**{name: getattr(settings, name) for name in names})
+    names = ("experts", "top", "expert", "width", "depth", "heads", "window", "balance", "frozen")
+    return mixture(causal=not settings.whole_context, **{name: getattr(settings, name) for name in names})
 
 
 def loss_of(settings: Train, start: CacheMap) -> TrainingLoss:
