@@ -22,16 +22,23 @@ ROOT = Path(__file__).resolve().parent.parent
 MAPS = 30_000  # of at most 65,530 that Linux gives a process by default; every compiled program takes some
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget compiled programs between files before the process runs out of memory maps, which aborts it."""
-    held = Path("/proc/self/maps")
-    if nextitem is not None and nextitem.path == item.path or not held.exists():
-        return
-    with held.open("rb") as lines:
-        count = sum(1 for _ in lines)
-    if count > MAPS:
-        jax.clear_caches()
+class _Programs:
+    """Forgets compiled programs between files before the process runs out of memory maps, which aborts it."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        held = Path("/proc/self/maps")
+        if (nextitem is not None and nextitem.path == item.path) or not held.exists():
+            return
+        with held.open("rb") as lines:
+            count = sum(1 for _ in lines)
+        if count > MAPS:
+            jax.clear_caches()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registered as a plugin of its own, the hook also runs after doctests, which stand outside this folder."""
+    config.pluginmanager.register(_Programs(), "kvx-programs")
 
 
 @pytest.fixture(scope="module")

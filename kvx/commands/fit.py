@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvx.commands.common import Common, Outcome, Output, UsageError, load, prepare_jax, require
 from kvx.errors import KvxError

@@ -184,8 +184,8 @@ def run(settings: Train, out: Output) -> Outcome:
     source, target = models_of(start, settings.source, settings.target, settings.dtype)
     method, loss = method_of(settings), loss_of(settings, start)
     trained, judged, questions, hashes = examples_of(settings, target)
-    data = _read(settings, source, target, start, trained, loss, out)
-    held_out = _read(settings, source, target, start, judged, None, out) if judged else None
+    data = _read(settings, method, source, target, start, trained, loss, out)
+    held_out = _read(settings, method, source, target, start, judged, None, out) if judged else None
     made, report = _train(settings, method, start, data, held_out, questions, out)
     kvx.save(folder, made, overwrite=settings.overwrite)
     plain = {**report.to_json(), "hashes": hashes}
@@ -244,6 +244,7 @@ def loss_of(settings: Train, start: CacheMap) -> TrainingLoss:
 
 def _read(
     settings: Train,
+    method: Translator,
     source: Model,
     target: Model,
     start: CacheMap,
@@ -253,6 +254,7 @@ def _read(
 ) -> TrainingData:
     """Examples as both models read them: to train on with a loss, to judge on without one."""
     import kvx
+    from kvx.mappers.receiver import reads_receiver
 
     side = "judge" if loss is None else "train"
     data = kvx.training_data(
@@ -262,7 +264,7 @@ def _read(
         start,
         loss=loss,
         held_out=loss is None,
-        receiver="receiver" in method_of(settings).needs,
+        receiver=reads_receiver(method),
         max_length=settings.max_length,
         batch_size=settings.batch_size,
         dtype=settings.cache_dtype,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
-
 from kvx.models.model import Model
+from kvx.models.replay import ReplayPlan
 
 if TYPE_CHECKING:
     from kvx.mappers.base import CacheMap
@@ -59,26 +57,6 @@ def map_cost(mapper: CacheMap, target: Model, tokens: int = COST_TOKENS) -> MapC
         >>> cost.target, cost.flops < cost.native
         (0, True)
     """
-    reading = reading_flops(target, tokens)
+    reading = ReplayPlan().flops(target.config, tokens)  # reading again costs what reading does
     reads = mapper.reads_target
     return MapCost(tokens, mapper.parameters, mapper.flops(tokens), reading if reads else 0, reading, reads)
-
-
-def reading_flops(model: Model, tokens: int) -> int:
-    """Operations of reading so many tokens into a cache: two a weight of each layer and token, and the attention.
-
-    The LM head is not applied. Attention counts the products with keys and values of the tokens each query sees.
-
-    Example:
-        >>> from kvx.models.random_model import byte_model
-        >>> reading_flops(byte_model(2), 20) > 2 * reading_flops(byte_model(1), 10)
-        True
-    """
-    config = model.config
-    matrices = sum(x.size for x in jax.tree.leaves(model.params["layers"]) if x.ndim >= 2 + int(model.stacked))
-    seen = np.arange(1, tokens + 1)
-    pairs = sum(
-        int(np.minimum(seen, layer.window or tokens).sum()) * (layer.key_dim + layer.value_dim)
-        for layer in config.geometry.layers
-    )
-    return 2 * tokens * matrices + 2 * config.heads * pairs

@@ -134,11 +134,6 @@ def _sums(added: Added, alignment: Alignment, means: Any) -> Any:
     return found
 
 
-def product(spec: str, x: Array, weight: Array) -> Array:
-    """A product in the type of the weights, its sums in float32."""
-    return jnp.einsum(spec, x.astype(weight.dtype), weight, precision=HIGHEST, preferred_element_type=jnp.float32)
-
-
 def uniform(key: Array, shape: tuple[int, ...], fan_in: int) -> Array:
     """Draws between ``-1/sqrt(fan_in)`` and its opposite, float32: the usual start of a linear layer."""
     bound = fan_in**-0.5

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvx.cache.cache import LayerView
-from kvx.mappers.linear import HIGHEST
 from kvx.models.attention import attend
+from kvx.translators.base import product
 from kvx.translators.router import Router, normed
 from kvx.typing import pytree, static
 
@@ -105,6 +105,14 @@ class AttentionExperts:
             causal=method.causal,
         )
 
+    def flops(self, tokens: int) -> int:
+        """Operations of every expert's states of so many tokens: products, and attention to what each token reads."""
+        count, layers, _, width = self.enter.shape
+        stage = sum(x.size for x in jax.tree.leaves(self.stage) if x.ndim == 4)
+        read = tokens * (tokens + 1) // 2 if self.causal else tokens * tokens
+        pairs = count * self.stage.query.shape[1] * layers * 2 * width * read
+        return 2 * (tokens * (self.enter.size + layers * stage) + pairs)
+
     def features(self, blocks: Array) -> Array:
         """Standardised features ``[R,B,T,F]`` of source layers ``[U,B,T,F]``."""
         return (blocks[self.gather] - self.center[:, None, None]) * self.scale[:, None, None]
@@ -156,8 +164,3 @@ def _stage(experts: AttentionExperts, stage: Stage, h: Array, z: Array, pos: Arr
 def _heads(x: Array, heads: int) -> Array:
     """``[B,T,W]`` to ``[B,H,T,W/H]``."""
     return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
-
-
-def product(spec: str, x: Array, w: Array) -> Array:
-    """A product in the type of the matrix, summed in float32."""
-    return jnp.einsum(spec, x.astype(w.dtype), w, precision=HIGHEST, preferred_element_type=jnp.float32)

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.mappers.base import CacheMap, digest_map
+from kvx.mappers.linear import HIGHEST
 
 Aux = dict[str, Array]
 Sample = Sequence[tuple[Any, ...]]  # source caches, alignments, and receivers where the method reads them
@@ -77,3 +79,8 @@ def with_params(mapper: CacheMap, method: Any, params: Any, **facts: Any) -> Cac
     made = dataclasses.replace(mapper, params=params, method=method)
     known = {name: fact for name, fact in (mapper.provenance or {}).items() if name != "digest"}
     return dataclasses.replace(made, provenance={**known, **facts, "digest": digest_map(made)})
+
+
+def product(spec: str, x: Array, weight: Array) -> Array:
+    """A product in the type of the weights, its sums in float32."""
+    return jnp.einsum(spec, x.astype(weight.dtype), weight, precision=HIGHEST, preferred_element_type=jnp.float32)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvx.cache.geometry import CacheGeometry
-from kvx.translators.additions import Control, matrices, product, uniform
+from kvx.translators.additions import Control, matrices, uniform
+from kvx.translators.base import product
 from kvx.typing import pytree, static
 
 EPSILON = 1e-6

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvx.cache.geometry import CacheGeometry
-from kvx.translators.additions import Control, product, uniform
+from kvx.translators.additions import Control, uniform
+from kvx.translators.base import product
 from kvx.typing import pytree, static
 
 LOWEST = -1e30

@@ -14,8 +14,8 @@ from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.mappers.base import context_cache
 from kvx.mappers.linear import HIGHEST, grouped
-from kvx.translators.attention_expert import product, states
-from kvx.translators.base import Aux
+from kvx.translators.attention_expert import states
+from kvx.translators.base import Aux, product
 from kvx.translators.mixture_params import MixtureParams, Part
 from kvx.translators.residual import read_blocks
 from kvx.translators.router import imbalance, route, shares

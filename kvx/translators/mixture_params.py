@@ -91,6 +91,21 @@ class MixtureParams:
         return _bytes((self.parts, self.banks)) - _bytes(controls)
 
     @property
+    def parameters(self) -> int:
+        """Numbers that a translation reads, but for the tables of what is read."""
+        owners: tuple[Part | AttentionExperts, ...] = (*self.parts, *self.banks)
+        unread = [(p.average, p.covariance, p.turn) for p in self.parts], [o.gather for o in owners]
+        told = [o.router.used for o in owners if o.router is not None]
+        return _numbers((self.parts, self.banks)) - _numbers((unread, told))
+
+    def flops(self, tokens: int) -> int:
+        """Operations of translating so many tokens: every expert is computed for every token."""
+        owners: tuple[Part | AttentionExperts, ...] = (*self.parts, *self.banks)
+        matrices = [(p.coefficients, p.expand, p.down, p.turn) for p in self.parts]
+        routers = [(o.router.enter, o.router.leave) for o in owners if o.router is not None]
+        return 2 * tokens * _numbers((matrices, routers)) + sum(bank.flops(tokens) for bank in self.banks)
+
+    @property
     def routers(self) -> dict[str, Router]:
         """Every router, by the component and the target layers whose experts it chooses among."""
         sides = ("keys", "values")
@@ -130,6 +145,10 @@ class MixtureParams:
         keys = jax.random.split(key, len(self.parts))
         made = tuple(change(part, k) for part, k in zip(self.parts, keys, strict=True))
         return dataclasses.replace(self, parts=made, report=None)
+
+
+def _numbers(tree: Any) -> int:
+    return sum(a.size for a in jax.tree.leaves(tree))
 
 
 def _bytes(tree: Any) -> int:

@@ -73,6 +73,15 @@ def test_shapes_dtypes_positions_and_zeros(mapper: CacheMap) -> None:
         assert group.k.dtype == jnp.float32 and (np.asarray(group.k)[empty] == 0).all()
 
 
+def test_costs_are_told(mapper: CacheMap) -> None:
+    """Tables print them for every map, so every kind of parameters has to say them."""
+    few, many = mapper.flops(10), mapper.flops(30)
+    if mapper.size:
+        assert 0 < mapper.parameters <= mapper.size // 4 and 3 * few <= many and few > 0
+    else:
+        assert (mapper.parameters, few, many) == (0, 0, 0)
+
+
 def test_what_can_be_recovered_is(name: str) -> None:
     if not CASES[name].exact:
         return

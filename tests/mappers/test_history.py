@@ -35,7 +35,7 @@ def neighbourly(source: CacheGeometry, history: History, batches: int = 12) -> P
     width = aligned_rows(with_history(first.source, history), first.alignment).shape[-1]
     rng = np.random.default_rng(3)
     weights = [
-        jnp.asarray(rng.normal(size=(width, *(shape.kv_heads, (shape.key_dim, shape.value_dim)[side]))), jnp.float32)
+        jnp.asarray(rng.normal(size=(width, shape.kv_heads, (shape.key_dim, shape.value_dim)[side])), jnp.float32)
         for shape in TARGET.layers
         for side in (0, 1)
     ]
@@ -79,7 +79,7 @@ def test_what_earlier_tokens_hold_is_recovered(source: CacheGeometry) -> None:
 
 def test_slots_move_by_their_lag_and_empty_ones_are_never_read() -> None:
     cache = next(iter(toy_pairs(HYBRID, TARGET))).source
-    empty = cache.groups[0].pos[0, 1, 0] < 0
+    assert (cache.groups[0].pos < 0).any()
     poisoned = dataclasses.replace(
         cache,
         groups=tuple(
@@ -100,7 +100,6 @@ def test_slots_move_by_their_lag_and_empty_ones_are_never_read() -> None:
             assert (got[:, :, :lag] == 0).all()
             kept = cache.values(low)[:, :, :-lag]
             np.testing.assert_array_equal(np.asarray(got[:, :, lag:]), np.asarray(kept))
-    assert bool(empty.any()) or bool((cache.groups[0].pos < 0).any())
 
 
 def test_a_history_longer_than_the_context_is_empty() -> None:
