@@ -54,6 +54,22 @@ def test_case_26_joined_pieces_are_the_text_and_give_the_offsets(zoo, lossless, 
         np.testing.assert_allclose(encoding.ends[encoding.prefix :], whole, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "pieces", "offsets"),
+    [
+        ("smollm2", "a<|im_end|>b", [b"a", b"<|im_end|>", b"b"], [[0, 1], [1, 11], [11, 12]]),
+        ("gemma", "a<s>b", [b"a", b"<s>", b"b"], [[0, 1], [1, 4], [4, 5]]),
+        ("llama2", "a<s>b", [b" ", b"a", b"<s>", b" ", b"b"], [[0, 0], [0, 1], [1, 4], [4, 5], [4, 5]]),
+        ("llama2", "<s>", [], [[0, 3]]),  # a text that brings its own BOS is given no second one
+    ],
+)
+def test_a_special_token_spelled_in_the_text_is_read_as_such(zoo, name, text, pieces, offsets):
+    encoding = zoo[name].encode(text)
+    assert spell(zoo[name], encoding) == pieces
+    assert encoding.offsets[encoding.prefix if pieces else 0 :].tolist() == offsets
+    assert encoding.characters == len(text)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_decoding_gives_the_text_back(zoo, texts, data):
