@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from kvx.errors import KvxError
 from kvx.models.buckets import bucket_length
+from kvx.models.embeddings import token_embeddings
 from kvx.models.tokenizer import Encoding, Tokenizer
 from kvx.typing import host, pytree, static, typed
 
@@ -88,6 +89,8 @@ class Alignment:
         weight: float32 ``[B,T,R]``: their weights; rows of fed tokens sum to 1, all other rows are zero.
         pos: int32 ``[B,T]``: place of each target token in the context (0, 1, 2, ...; ``translate`` adds the length of
             the prefix); -1 for padding and for tokens that are not fed.
+        embeddings: ``[B,T,M]`` the target's input embedding of each of its tokens, brought to unit root mean square,
+            for maps that read them (see :mod:`kvx.mappers.embeddings`); zero at padding; ``None``: not looked up.
         source_prefix: slots of the source cache that come before its first context token: 1 for its BOS, else 0.
         report: host only: coverage, token counts and BOS facts; ``None`` after JAX has taken the alignment apart.
     """
@@ -95,6 +98,7 @@ class Alignment:
     index: Array
     weight: Array
     pos: Array
+    embeddings: Array | None = None
     source_prefix: int = static(default=0)
     report: AlignmentReport | None = host(default=None)
 
@@ -112,6 +116,7 @@ def align(
     length: int | None = None,
     width: int | None = None,
     source_bos: bool | None = None,
+    embed: bool = False,
 ) -> Alignment:
     """Align the target's tokens of one or more texts to the source's, by where they stand in the text.
 
@@ -134,12 +139,15 @@ def align(
         width: R; ``None``: 1, or for ``overlap`` the power of two that holds all. Smaller: the largest overlaps.
         source_bos: whether the source's cache starts with its BOS; ``None``: as its model expects, which is what
             ``encode_batch`` does.
+        embed: also look up the target's input embeddings of its tokens, for maps that read them
+            (``mapper.reads_embeddings``); the target must then be a model.
 
     Returns:
         Alignment with arrays ``[B,T,R]``; its ``report`` says what is covered.
 
     Raises:
-        KvxError: unknown rule, a model without tokenizer, no text, or a text longer than ``length``.
+        KvxError: unknown rule, a model without tokenizer, no text, a text longer than ``length``, or embeddings asked
+            of a tokenizer.
 
     Example:
         >>> from tokenizers import Tokenizer as Backend, models, pre_tokenizers
@@ -160,8 +168,20 @@ def align(
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     first, second = _tokenizer(source, "source"), _tokenizer(target, "target")
-    pairs = first.encodings(texts, source_bos), second.encodings(texts)
-    return align_encodings(*pairs, rule=rule, length=length, width=width)
+    ours, theirs = first.encodings(texts, source_bos), second.encodings(texts)
+    made = align_encodings(ours, theirs, rule=rule, length=length, width=width)
+    return _embedded(made, target, theirs) if embed else made
+
+
+def _embedded(alignment: Alignment, target: Any, encodings: Sequence[Encoding]) -> Alignment:
+    """The alignment with the target's embeddings of its tokens."""
+    if isinstance(target, Tokenizer):
+        raise KvxError("a tokenizer has no embeddings; align to the target model, or leave embed out.")
+    tokens = np.full(alignment.pos.shape, -1, np.int32)
+    for row, encoding in zip(tokens, encodings, strict=True):
+        ids = encoding.ids[encoding.prefix :]
+        row[: len(ids)] = ids
+    return dataclasses.replace(alignment, embeddings=token_embeddings(target, jnp.asarray(tokens)))
 
 
 def align_encodings(
@@ -242,7 +262,8 @@ def compose(first: Alignment, second: Alignment) -> Alignment:
     total = weight.sum(axis=2, keepdims=True)
     weight = weight / jnp.where(total > 0, total, 1)
     pos = jnp.where(total[..., 0] > 0, second.pos, -1)
-    return Alignment(jnp.where(weight > 0, index, 0), weight, pos, source_prefix=first.source_prefix)
+    index = jnp.where(weight > 0, index, 0)
+    return Alignment(index, weight, pos, second.embeddings, source_prefix=first.source_prefix)
 
 
 @typed

@@ -201,7 +201,7 @@ def handoff(
         raise KvxError("a hand-off needs a context and a question, both not empty.")
     clock = _Clock()
     cache = clock("source", lambda: prefill(source, reader.encode_batch([context]), keep="all"))
-    alignment = align(source, target, context, rule=rule or mapper.rule)
+    alignment = align(source, target, context, rule=rule or mapper.rule, embed=mapper.reads_embeddings)
     own = clock("receiver", lambda: own_cache(target, mapper, [context])) if mapper.reads_target else None
     moved = clock("translate", lambda: translate(mapper, cache, alignment, receiver=own))
     boundary = writer.encode(question, bos=False).tokens

@@ -18,11 +18,11 @@ from kvx.cache.build import from_arrays
 from kvx.cache.cache import CacheGroup, KVCache
 from kvx.cache.geometry import CacheGeometry, LayerGeometry, RopeSpec
 from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
-from kvx.mappers import CacheMap, full_head, head_matched
+from kvx.mappers import CacheMap, full_head, head_matched, low_rank
 from kvx.mappers.receiver import context_start, reads_receiver, receiver_rows
 from kvx.models.config import ModelConfig
 from kvx.models.hf_config import from_hf_config
-from kvx.translators import fuser, latent_flow, mixture, residual, untrained
+from kvx.translators import fuser, latent_flow, mixture, residual, trunk, untrained
 from kvx.translators.base import with_params
 from pallas_kernels.apply import Linear
 from pallas_kernels.apply import apply as kernel_apply
@@ -175,6 +175,9 @@ MAPPERS: dict[str, MapperCase] = {
     "head_matched, weighted": MapperCase(
         _fitted(head_matched(layers=2, sensitivity="all"), support=planted_heads(SOURCE, TARGET)), exact=False
     ),
+    "low_rank": MapperCase(_fitted(low_rank(rank=24))),
+    "low_rank, few layers": MapperCase(_fitted(low_rank(rank=6, layers=2, ridge=0.1)), exact=False),
+    "low_rank, embeddings": MapperCase(_fitted(low_rank(rank=20, embeddings=2), embedding_dim=4), exact=False),
     "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
     "chain": MapperCase(_chained, exact=False),
 }
@@ -184,7 +187,7 @@ def _stirred(method: Any, start: Callable[[int], CacheMap]) -> Callable[[int], C
     """A translator whose every trained parameter has moved, as if by training."""
 
     def made(seed: int) -> CacheMap:
-        batch = next(iter(toy_pairs(batches=1)))
+        batch = next(iter(toy_pairs(batches=1, embedding_dim=4)))
         begun = start(seed)
         own = receiver_rows(batch.target, batch.alignment, context_start(begun.prefix))
         sample = [(batch.source, batch.alignment, *((own,) if reads_receiver(method) else ()))]
@@ -218,6 +221,15 @@ TRANSLATORS: dict[str, MapperCase] = {
         _stirred(
             mixture(expert="attention", top=None, width=8, heads=2, depth=1),
             _fitted(full_head(layers=2, inputs="same")),
+        ),
+        exact=False,
+    ),
+    "trunk": MapperCase(
+        _stirred(trunk(blocks=2, width=4, heads=2, head_dim=4), _fitted(low_rank(rank=12))), exact=False
+    ),
+    "trunk, embeddings": MapperCase(
+        _stirred(
+            trunk(blocks=1, width=4, heads=1, head_dim=4), _fitted(low_rank(rank=16, embeddings=3), embedding_dim=4)
         ),
         exact=False,
     ),

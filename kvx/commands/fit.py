@@ -24,10 +24,14 @@ _SHARED = ("layers", "inputs", "choice", "ridge", "sensitivity", "select")  # se
 class FitSettings(Common):
     """How a mapper is fitted; also part of the settings of ``kvx demo``."""
 
-    method: Literal["full_head", "head_matched"] = "full_head"
-    """Which mapper: all heads of the source layers feed each target head, or one head of each."""
+    method: Literal["full_head", "head_matched", "low_rank"] = "full_head"
+    """Which mapper: all heads of the source layers feed each target head, or one head of each, or a shared state."""
     layers: int | Literal["all"] = 7
-    """Source layers that feed each target layer."""
+    """Source layers that feed each target layer; of low_rank: that feed the state, evenly spread (0: none)."""
+    rank: int = 1024
+    """Numbers in the state of a token; low_rank only."""
+    embeddings: int = 0
+    """Tokens, the aligned one and those before it, whose embeddings in the target are read; low_rank only. Try 3."""
     inputs: Literal["both", "same"] = "both"
     """Whether keys and values both feed each output, or only their own kind."""
     choice: Literal["nearest", "best"] = "nearest"
@@ -139,6 +143,10 @@ def mapper_of(settings: FitSettings) -> Mapper:
 
     if settings.select == "attention" and settings.ridge is not None:
         raise UsageError(f"--select attention chooses among ridges, but --ridge is {settings.ridge}; add --ridge None.")
+    if settings.method == "low_rank":
+        return _low_rank(settings)
+    if settings.embeddings:
+        raise UsageError("--embeddings is a setting of low_rank; add --method low_rank, or leave it.")
     shared = {name: getattr(settings, name) for name in _SHARED}
     if settings.method == "head_matched":
         if settings.history:
@@ -147,6 +155,21 @@ def mapper_of(settings: FitSettings) -> Mapper:
     if settings.budget is not None or settings.heads != "learned":
         raise UsageError("--heads and --budget are settings of head_matched; add --method head_matched, or leave them.")
     return full_head(history=settings.history, history_layers=settings.history_layers, **shared)
+
+
+def _low_rank(settings: FitSettings) -> Mapper:
+    """The low-rank map, which has none of the settings of support tables.
+
+    Raises:
+        UsageError: settings that it does not have.
+    """
+    from kvx.mappers import low_rank
+
+    defaults = FitSettings()
+    others = ("inputs", "choice", "heads", "budget", "history", "sensitivity", "select")
+    if odd := [name for name in others if getattr(settings, name) != getattr(defaults, name)]:
+        raise UsageError(f"low_rank has no setting --{odd[0].replace('_', '-')}; leave it, or choose another --method.")
+    return low_rank(settings.rank, settings.layers, settings.embeddings, settings.ridge)
 
 
 def pairs_of(settings: FitSettings, source: Model, target: Model, texts: Sequence[str]) -> Pairs:

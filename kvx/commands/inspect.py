@@ -97,18 +97,26 @@ def _mapper(path: Path) -> dict[str, Any]:
 def _support(mapper: CacheMap) -> list[dict[str, Any]]:
     """Which source layers and heads (``layer:head``) feed which target heads; empty for maps without a support.
 
-    ``earlier`` names layers of earlier tokens: ``0@-2`` is layer 0 of the source token two before the aligned one.
+    ``beside`` names what else is read: ``0@-2`` is layer 0 of the source token two before the aligned one,
+    ``embedding@-1`` the target's embedding of the token before.
     """
     from kvx.mappers.history import NONE
 
     own, history = mapper.source.num_layers, getattr(mapper.params, "history", NONE)
+
+    def name(layer: int) -> str:
+        """A layer beyond the source's own: of a history, or the target's embedding of a token."""
+        if mapper.reads_embeddings:
+            return f"embedding@-{layer - own}" if layer > own else "embedding"
+        return history.name(layer, own)
+
     return [
         {
             "target_layer": entry.target,
             "component": entry.component,
             "target_heads": list(range(*entry.heads)),
             "source_layers": [i for i in entry.source_layers if i < own],
-            "earlier": [history.name(i, own) for i in entry.source_layers if i >= own],
+            "beside": [name(i) for i in entry.source_layers if i >= own],
             "source_heads": [f"{layer}:{head}" for layer, head in entry.source_heads] or "all",
             "ridge": entry.ridge,
             "condition": entry.condition,

@@ -56,10 +56,11 @@ class LossSettings(TextSettings):
 class MethodSettings(LossSettings):
     """Which translator is trained."""
 
-    method: Literal["residual", "mixture", "fuser", "latent_flow"] = "residual"
-    """One network beside the mapper, several experts with a router, or what adds to the target's own cache."""
+    method: Literal["residual", "mixture", "trunk", "fuser", "latent_flow"] = "residual"
+    """One network beside the mapper, several experts with a router, blocks on the shared state of a low_rank mapper, or
+    what adds to the target's own cache."""
     width: int = 128
-    """Channels inside the residual's network or each expert, or of latent_flow's latent."""
+    """Channels inside the residual's network, each expert or each block, or of latent_flow's latent."""
     hidden: int = 1024
     """Channels of the fuser."""
     fused_layers: int | None = None
@@ -77,7 +78,11 @@ class MethodSettings(LossSettings):
     depth: int = 2
     """Stages of an attention expert."""
     heads: int = 16
-    """Attention heads of an attention expert; they divide the width."""
+    """Attention heads of an attention expert (they divide the width), or of each block of the trunk."""
+    head_dim: int = 64
+    """Channels of a head in the trunk."""
+    blocks: int = 2
+    """Blocks of the trunk; 0 trains its linear map alone."""
     window: tuple[int, int] | None = None
     """First channel (pair of layers at the same depth) with experts, and how many; None: all layers."""
     whole_context: bool = False
@@ -209,12 +214,14 @@ def method_of(settings: MethodSettings) -> Translator:
     Raises:
         KvxError: settings out of range.
     """
-    from kvx.translators import fuser, latent_flow, mixture, residual
+    from kvx.translators import fuser, latent_flow, mixture, residual, trunk
 
     if settings.method == "fuser":
         return fuser(hidden=settings.hidden, inner=settings.hidden)
     if settings.method == "latent_flow":
         return latent_flow(width=settings.width, layers=settings.fused_layers, span=settings.span)
+    if settings.method == "trunk":
+        return trunk(**{name: getattr(settings, name) for name in ("blocks", "width", "heads", "head_dim")})
     if settings.method == "residual":
         return residual(width=settings.width, frozen=settings.frozen)
     names = ("experts", "top", "expert", "width", "depth", "heads", "window", "balance", "frozen")

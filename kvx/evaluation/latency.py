@@ -140,7 +140,7 @@ def _row(setup: Setup, context: str, boundary: str, repeats: int) -> LatencyRow:
     source_tokens = setup.source_tokenizer.encode_batch([context])
     target_tokens = setup.target_tokenizer.encode_batch([context], bos=False)
     last = jnp.asarray(boundary_tokens(setup.target_tokenizer, [boundary]))
-    alignment = align(setup.source, setup.target, context, rule=setup.rule)
+    alignment = align(setup.source, setup.target, context, rule=setup.rule, embed=setup.mapper.reads_embeddings)
     cache = prefill(setup.source, source_tokens, keep="all")
 
     def move() -> KVCache:
@@ -150,7 +150,9 @@ def _row(setup: Setup, context: str, boundary: str, repeats: int) -> LatencyRow:
     moved = move()
     steps: dict[str, Callable[[], Any]] = {
         "source_prefill": lambda: prefill(setup.source, source_tokens, keep="all"),
-        "align": lambda: align(setup.source, setup.target, context, rule=setup.rule),
+        "align": lambda: align(
+            setup.source, setup.target, context, rule=setup.rule, embed=setup.mapper.reads_embeddings
+        ),
         "translate": move,
         "boundary": lambda: next_token_logits(setup.target, last, moved),
         "native_prefill": lambda: prefill(setup.target, target_tokens, setup.prefix, keep="all"),

@@ -61,7 +61,7 @@ def fit(
     """
     if not 0.0 <= held_out < 1.0:
         raise KvxError(f"held_out is {held_out}; expected a share of the sequences from 0 to below 1.")
-    read = pairs.with_history(getattr(method, "history", NONE))
+    read = pairs.with_history(getattr(method, "history", NONE)).with_embeddings(getattr(method, "embeddings", 0))
     plan = Plan.of(read.source, read.target, method.reach(read.source, read.target))
     gathered = _Gathered(plan, rows, held_out)
     with reporting(progress, "reading pairs", "percent") as report:

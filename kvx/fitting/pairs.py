@@ -23,13 +23,14 @@ from kvx.fitting.passages import sequences
 from kvx.fitting.reading import Probes, probes_of
 from kvx.fitting.sensitivity import check_mode, sensitivity
 from kvx.mappers.base import CacheMap
+from kvx.mappers.embeddings import lagged, with_embedding_layers
 from kvx.mappers.history import History, with_history, with_history_layers
 from kvx.mappers.identity import Identity
 from kvx.mappers.linear import aligned_rows, cache_rows
 from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
 from kvx.models.prefill import prefill
-from kvx.typing import host, pytree
+from kvx.typing import host, pytree, static
 
 if TYPE_CHECKING:
     from kvx.models.model import Model
@@ -49,6 +50,7 @@ class PairBatch:
         sequences: host only: index of each row's sequence in the stream; -1 for rows that only fill the batch.
         sensitivity: float32 ``[L,B,K,T,2]`` of the target's keys and values, ``None`` unless :meth:`Pairs.weighed`.
         probes: the target's queries at 32 positions of each context, ``None`` unless :meth:`Pairs.weighed`.
+        embeddings: tokens (the aligned one and those before it) whose embeddings are features too.
     """
 
     source: KVCache
@@ -58,6 +60,7 @@ class PairBatch:
     sequences: tuple[int, ...] | None = host(default=None)
     sensitivity: Array | None = None
     probes: Probes | None = None
+    embeddings: int = static(default=0)
 
     def __repr__(self) -> str:
         batch, length = getattr(self.weight, "shape", ("?", "?"))
@@ -79,6 +82,7 @@ class Pairs:
         provenance: ``source`` and ``target`` provenance, ``None`` where a model has none.
         facts: settings and digests, plain JSON.
         sensitive: makes the stream that also holds sensitivities, from their mode; ``None`` where nothing can.
+        embedding_dim: channels of the target's embeddings in the alignments; 0: they hold none.
     """
 
     batches: Stream
@@ -89,6 +93,7 @@ class Pairs:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sensitive: Callable[[str], Stream] | None = None
+    embedding_dim: int = 0
 
     def weighed(self, mode: str) -> Pairs:
         """The same pairs, whose batches also hold sensitivities (``"probes"`` or ``"all"``) and queries.
@@ -105,21 +110,36 @@ class Pairs:
         """The same pairs, whose source caches also hold the layers of a history; see :mod:`kvx.mappers.history`."""
         if not history.lags:
             return self
+        longer = self._changed(lambda batch: dataclasses.replace(batch, source=_longer(batch.source, history)))
+        return dataclasses.replace(longer, source=with_history_layers(self.source, history))
 
-        def longer(batches: Stream) -> Stream:
-            def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
-                for batch in batches(report):
-                    yield dataclasses.replace(batch, source=_longer(batch.source, history))
+    def with_embeddings(self, count: int) -> Pairs:
+        """The same pairs, whose features also hold the target's embeddings of ``count`` tokens, the aligned one and
+        those before it, as further source layers; see :mod:`kvx.mappers.embeddings`.
 
-            return stream
+        Raises:
+            KvxError: pairs whose alignments hold no embeddings.
+        """
+        if not count:
+            return self
+        source = with_embedding_layers(self.source, count, self.embedding_dim)
+        longer = self._changed(lambda batch: dataclasses.replace(batch, embeddings=count))
+        return dataclasses.replace(longer, source=source)
+
+    def _changed(self, change: Callable[[PairBatch], PairBatch]) -> Pairs:
+        """The same pairs, each batch changed."""
+
+        def changed(batches: Stream) -> Stream:
+            return lambda report: map(change, batches(report))
 
         sensitive = self.sensitive
-        return dataclasses.replace(
-            self,
-            batches=longer(self.batches),
-            source=with_history_layers(self.source, history),
-            sensitive=None if sensitive is None else lambda mode: longer(sensitive(mode)),
-        )
+        weighed = None if sensitive is None else lambda mode: changed(sensitive(mode))
+        return dataclasses.replace(self, batches=changed(self.batches), sensitive=weighed)
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Nothing reads embeddings before a map is fitted."""
+        return False
 
     def unfitted(self) -> CacheMap:
         """A map of the pair without parameters, for methods that begin from none: prefix, rule, and provenance."""
@@ -237,6 +257,7 @@ def pairs(
         provenance=provenance,
         facts=facts,
         sensitive=lambda mode: functools.partial(stream, mode=mode),
+        embedding_dim=target.params["embed"].shape[1],
     )
 
 
@@ -262,7 +283,7 @@ def read_batch(
     slots = bucket_length(len(prefix) + theirs.shape[1])
     tokens = np.full((len(texts), slots), -1, np.int32)
     tokens[:, : len(prefix) + theirs.shape[1]] = np.concatenate([lead, theirs], axis=1)
-    alignment = align(source, target, texts, rule=rule, length=slots - len(prefix))
+    alignment = align(source, target, texts, rule=rule, length=slots - len(prefix), embed=True)
     read = prefill(source, jnp.asarray(ours), keep="all")
     whole, weights, probes = _read_target(target, jnp.asarray(tokens), slots, len(prefix), mode)
     written = slice_slots(whole, len(prefix), slots)
@@ -326,4 +347,6 @@ def rows_of(batch: PairBatch) -> tuple[Array, Array, Array]:
     """Features ``[N,P]``, outputs ``[N,Q]`` and weights ``[N]`` of a batch, N = B T, float32."""
     source, target = (unrotate_keys(c) if c.rotated else c for c in (batch.source, batch.target))
     x, y = aligned_rows(source, batch.alignment), cache_rows(target)
+    if batch.embeddings and batch.alignment.embeddings is not None:
+        x = jnp.concatenate([x, lagged(batch.alignment.embeddings, batch.embeddings)], axis=-1)
     return x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]), batch.weight.reshape(-1)

@@ -39,6 +39,7 @@ def toy_pairs(
     noise: float = 0.0,
     prefix: int = 1,
     dtype: Any = jnp.float32,
+    embedding_dim: int = 0,
     seed: int = 0,
 ) -> Pairs:
     """Random source caches, and target caches that are an affine function of their nearest source layers.
@@ -54,6 +55,8 @@ def toy_pairs(
         noise: standard deviation added to the target, whose signal has about 1.
         prefix: tokens of the prefix.
         dtype: of the caches.
+        embedding_dim: channels of the target's random embeddings of its tokens; the keys of its first layer then also
+            hold that of the token before. 0: none.
         seed: of everything random.
 
     Returns:
@@ -68,11 +71,14 @@ def toy_pairs(
     rng = np.random.default_rng(seed)
     truth = _truth(source, target, reads, rng) if support is None else _planted(source, target, support, rng)
     first = _random_cache(target, 1, prefix, prefix, rng, dtype) if prefix else None
+    widest = target.layers[0].kv_heads * target.layers[0].key_dim
+    lexicon = rng.normal(size=(embedding_dim, widest)) / np.sqrt(embedding_dim) if embedding_dim else None
 
     def stream(report: Callable[[float], Any]) -> Iterator[PairBatch]:
         draw = np.random.default_rng(seed + 1)
         for n in range(batches):
-            yield _batch(source, target, truth, draw, batch_size, length, noise, dtype, n * batch_size, prefix)
+            made = _batch(source, target, truth, draw, batch_size, length, noise, dtype, n * batch_size, prefix)
+            yield made if lexicon is None else _embedded(made, lexicon, draw)
             report(100.0 * (n + 1) / batches)
 
     facts: dict[str, Any] = {
@@ -82,6 +88,8 @@ def toy_pairs(
         "length": length,
         "noise": noise,
     }
+    if embedding_dim:
+        facts["embedding_dim"] = embedding_dim
     if support is not None:
         facts["support"] = [[entry.name, list(entry.parts)] for entry in support]
     provenance = {"source": None, "target": None}
@@ -89,7 +97,16 @@ def toy_pairs(
     def weighed(mode: str) -> Callable[[Callable[[float], Any]], Iterator[PairBatch]]:
         return lambda report: (_weigh(batch, target) for batch in stream(report))
 
-    return Pairs(stream, source, target, prefix=first, provenance=provenance, facts=facts, sensitive=weighed)
+    return Pairs(
+        stream,
+        source,
+        target,
+        prefix=first,
+        provenance=provenance,
+        facts=facts,
+        sensitive=weighed,
+        embedding_dim=embedding_dim,
+    )
 
 
 def _truth(
@@ -206,6 +223,20 @@ def _batch(
             side.append(jnp.asarray(rows.reshape(batch, slots, layer.kv_heads, width).swapaxes(1, 2), dtype))
     written = from_arrays(keys, values, jnp.asarray(np.where(pos >= 0, pos + prefix, -1)), target)
     return PairBatch(cache, written, alignment, jnp.asarray(real, jnp.float32), tuple(range(first, first + batch)))
+
+
+def _embedded(batch: PairBatch, lexicon: np.ndarray, rng: np.random.Generator) -> PairBatch:
+    """The batch with random embeddings; keys of the first target layer also hold those of the token before."""
+    real = np.asarray(batch.weight) > 0
+    drawn = np.where(real[..., None], rng.normal(size=(*real.shape, len(lexicon))), 0.0)
+    before = np.pad(drawn, ((0, 0), (1, 0), (0, 0)))[:, :-1] @ lexicon
+    group = batch.target.groups[0]
+    heads, width = group.k.shape[2], group.k.shape[4]
+    added = np.where(real[..., None], before, 0.0).reshape(*real.shape, heads, width).swapaxes(1, 2)
+    keys = group.k.at[0].add(jnp.asarray(added, group.k.dtype))
+    target = dataclasses.replace(batch.target, groups=(dataclasses.replace(group, k=keys), *batch.target.groups[1:]))
+    alignment = dataclasses.replace(batch.alignment, embeddings=jnp.asarray(drawn, jnp.float32))
+    return dataclasses.replace(batch, target=target, alignment=alignment)
 
 
 def _weigh(batch: PairBatch, target: CacheGeometry) -> PairBatch:

@@ -17,6 +17,7 @@ from kvx.cache.geometry import CacheGeometry
 from kvx.cache.ops import concatenate, rotate_keys, unrotate_keys
 from kvx.cache.provenance import digest_arrays
 from kvx.errors import KvxError
+from kvx.mappers.embeddings import reads_embeddings
 from kvx.mappers.receiver import context_start, reads_receiver, receiver_rows
 from kvx.typing import host, pytree, static
 
@@ -76,6 +77,11 @@ class CacheMap:
     def reads_target(self) -> bool:
         """Whether the target has to read the context too: :func:`kvx.translate` then needs ``receiver=``."""
         return reads_receiver(self.method)
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether it reads the target's embeddings of the tokens: :func:`kvx.align` then needs ``embed=True``."""
+        return reads_embeddings(self.params)
 
     @property
     def digest(self) -> str:

@@ -61,7 +61,8 @@ def chain(*maps: CacheMap) -> CacheMap:
         One map; the identity for no maps, the map itself for one.
 
     Raises:
-        KvxError: a map that does not write what the next one reads, or one that reads its target's own cache.
+        KvxError: a map that does not write what the next one reads, one that reads its target's own cache, or one
+            before the last that reads its target's embeddings.
 
     Example:
         >>> import kvx
@@ -81,6 +82,12 @@ def chain(*maps: CacheMap) -> CacheMap:
         raise KvxError(
             f"map {fused[0]} ({links[fused[0]].method}) fuses with its target's own cache of the context, which a "
             "chain does not have; translate with each map by itself."
+        )
+    looked = [n for n, link in enumerate(links[:-1]) if link.reads_embeddings]
+    if looked:
+        raise KvxError(
+            f"map {looked[0]} ({links[looked[0]].method}) reads embeddings of its own target's tokens, which a chain "
+            "does not have for any but its last map; translate with each map by itself."
         )
     for n, (first, second) in enumerate(zip(links[:-1], links[1:], strict=True)):
         if shapes(first.target) != shapes(second.source):

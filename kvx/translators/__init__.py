@@ -6,6 +6,7 @@ from kvx.translators.fuser_torch import fuser_from_torch
 from kvx.translators.latent_flow import beside, latent_flow
 from kvx.translators.mixture import mixture, utilisation
 from kvx.translators.residual import residual
+from kvx.translators.trunks import trunk
 
 __all__ = [
     "Translator",
@@ -15,6 +16,7 @@ __all__ = [
     "latent_flow",
     "mixture",
     "residual",
+    "trunk",
     "untrained",
     "utilisation",
 ]

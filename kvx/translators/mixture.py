@@ -22,6 +22,7 @@ from kvx.translators.mixture_apply import apply_mixture, output_sums
 from kvx.translators.mixture_params import MixtureParams, Part, first_params
 from kvx.translators.residual import GATE_RATE, feature_sums, summed
 from kvx.translators.router import Router
+from kvx.translators.statistics import calibrated
 
 EXPERTS = ("mlp", "attention")
 WIDTHS = {"mlp": 128, "attention": 1024}
@@ -115,12 +116,7 @@ class Mixture:
         found = [output_sums(self, params, cache, alignment) for cache, alignment in sample]
         if not found:
             return params
-        parts = []
-        for n, part in enumerate(params.parts):
-            count, first, second = summed([outputs[n] for outputs, _ in found])
-            offset = first / jnp.maximum(count, 1)  # from the present average, so that nothing cancels
-            covariance = second / jnp.maximum(count, 1) - offset[..., :, None] * offset[..., None, :]
-            parts.append(dataclasses.replace(part, average=part.average + offset, covariance=covariance))
+        parts = [calibrated(part, [outputs[n] for outputs, _ in found]) for n, part in enumerate(params.parts)]
         total = functools.reduce(jnp.add, [outputs[0][0] for outputs, _ in found])
         use = [
             functools.reduce(jnp.add, [x * outputs[0][0] for x, (outputs, _) in zip(column, found, strict=True)])

@@ -19,6 +19,7 @@ from kvx.mappers.history import with_history
 from kvx.mappers.linear import HIGHEST, LinearParams, grouped, source_blocks
 from kvx.translators.base import Aux, Sample
 from kvx.translators.residual_params import Branch, Output, ResidualParams, branches_of
+from kvx.translators.statistics import Sums, calibrated, output_sums
 
 GATE_RATE = 8.0
 
@@ -97,11 +98,7 @@ class Residual:
         for n, branch in enumerate(params.branches):
             outputs = []
             for m, out in enumerate(branch.outputs):
-                count, first, second = summed([found[n][m] for found in sums])
-                offset = first / jnp.maximum(count, 1)  # from the present average, so that nothing cancels
-                covariance = second / jnp.maximum(count, 1) - offset[..., :, None] * offset[..., None, :]
-                changed = dataclasses.replace(out, average=out.average + offset, covariance=covariance)
-                outputs.append(changed)
+                outputs.append(calibrated(out, [found[n][m] for found in sums]))
             branches.append(dataclasses.replace(branch, outputs=tuple(outputs)))
         return dataclasses.replace(params, branches=tuple(branches))
 
@@ -241,18 +238,10 @@ def feature_sums(linear: LinearParams, cache: KVCache, alignment: Alignment) -> 
 
 
 @jax.jit
-def _output_sums(
-    params: ResidualParams, cache: KVCache, alignment: Alignment
-) -> list[list[tuple[Array, Array, Array]]]:
+def _output_sums(params: ResidualParams, cache: KVCache, alignment: Alignment) -> list[list[Sums]]:
     """Per branch and output: tokens, and first and second sums of what is made, about the present average."""
-    real = (alignment.pos >= 0)[None, :, None, :, None]
-    count = real.sum().astype(jnp.float32)
-    found = []
-    for branch, made in zip(params.branches, _outputs(params, cache, alignment), strict=True):
-        rows = []
-        for out, y in zip(branch.outputs, made, strict=True):
-            y = jnp.where(real, y - out.average[:, None, :, None], 0.0)
-            second = jnp.einsum("lbktd,lbkte->lkde", y, y, precision=HIGHEST)
-            rows.append((count, y.sum(axis=(1, 3)), second))
-        found.append(rows)
-    return found
+    real = alignment.pos >= 0
+    return [
+        [output_sums(out, y, real) for out, y in zip(branch.outputs, made, strict=True)]
+        for branch, made in zip(params.branches, _outputs(params, cache, alignment), strict=True)
+    ]

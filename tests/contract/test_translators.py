@@ -13,15 +13,15 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 import kvx
-from kvx.alignment import align
+from kvx.alignment import Alignment, align
 from kvx.cache.build import from_arrays
 from kvx.cache.cache import KVCache
 from kvx.errors import KvxError
 from kvx.fitting.synthetic import SOURCE, TARGET, planted_heads, toy_pairs
-from kvx.mappers import CacheMap, constant, full_head, head_matched, random
+from kvx.mappers import CacheMap, constant, full_head, head_matched, low_rank, random
 from kvx.mappers.base import applied
 from kvx.models.tokenizer import Tokenizer
-from kvx.translators import mixture, residual, untrained
+from kvx.translators import mixture, residual, trunk, untrained
 from kvx.translators.residual import Residual
 from tests.cases import TRANSLATORS
 from tests.contract.test_mappers import batch, fitted, own, translate
@@ -31,16 +31,18 @@ STARTS: dict[str, Callable[[], CacheMap]] = {
     "own kind": lambda: _fit(full_head(layers=1, inputs="same", ridge=0.1)),
     "weighted": lambda: _fit(full_head(layers=2, sensitivity="probes", ridge=0.1)),
     "by head": lambda: _fit(head_matched(layers=2, ridge=0.1), support=planted_heads(SOURCE, TARGET)),
+    "shared state": lambda: _fit(low_rank(rank=12)),
 }
 METHODS = {
     "residual": residual(width=4),
     "mixture": mixture(width=4),
     "attention": mixture(expert="attention", width=4, heads=2, depth=1, experts=1),
+    "trunk": trunk(width=4, heads=2, head_dim=4),
 }
 FIRST = [
-    *(("residual", start) for start in STARTS),
-    *(("mixture", start) for start in STARTS),
+    *((method, start) for method in ("residual", "mixture") for start in STARTS if start != "shared state"),
     ("attention", "own kind"),
+    ("trunk", "shared state"),
 ]
 TEXT = "one fox saw two red birds"
 
@@ -68,7 +70,7 @@ def test_the_first_translator_is_the_closed_form(method: str, name: str) -> None
 
 def test_it_starts_only_from_linear_maps() -> None:
     for method in METHODS.values():
-        with pytest.raises(KvxError, match="fitted linear map"):
+        with pytest.raises(KvxError, match="fitted linear map|fitted low_rank map"):
             untrained(method, kvx.identity(), jax.random.key(0))
     with pytest.raises(KvxError, match="width"):
         residual(width=0)
@@ -106,7 +108,7 @@ def test_gradients_reach_every_trained_array_and_no_other(mapper: CacheMap, froz
 def test_the_constant_control_hears_nothing_and_the_random_one_is_as_loud(mapper: CacheMap) -> None:
     if mapper.reads_target:
         return  # tests/translators/test_receiver.py: what is added to the target's own cache is silenced and scrambled
-    sample = [(b.source, b.alignment) for b in toy_pairs()]
+    sample = [(b.source, b.alignment) for b in toy_pairs(embedding_dim=4)]
     params = mapper.method.calibrate(mapper.params, sample)
     mapper = dataclasses.replace(mapper, params=params)
     real = np.asarray(batch().alignment.pos[0]) >= 0
@@ -114,7 +116,7 @@ def test_the_constant_control_hears_nothing_and_the_random_one_is_as_loud(mapper
     assert np.ptp(rows(constant(mapper)), axis=(0, 2)).max() < 1e-5
     np.testing.assert_allclose(rows(constant(mapper))[0, :, 0], params_average(params, 1), atol=1e-5)
     made, drawn = (
-        np.concatenate([_context(m, b.source, b.alignment) for b in toy_pairs()])
+        np.concatenate([_context(m, b.source, b.alignment) for b in toy_pairs(embedding_dim=4)])
         for m in (mapper, random(mapper, jax.random.key(3)))
     )
     np.testing.assert_allclose(drawn.mean(axis=0), made.mean(axis=0), atol=2e-3)
@@ -132,7 +134,8 @@ def params_average(params, component: int) -> np.ndarray:
         branch = next(b for b in params.branches if 1 in b.layers and component in [out.component for out in b.outputs])
         out = next(out for out in branch.outputs if out.component == component)
         return np.asarray(out.average[branch.layers.index(1)])
-    part = next(part for part in params.parts if part.component == component and 1 in part.layers)
+    parts = params.writes if hasattr(params, "writes") else params.parts
+    part = next(part for part in parts if part.component == component and 1 in part.layers)
     return np.asarray(part.average[part.layers.index(1)])
 
 
@@ -163,12 +166,21 @@ def _receiver(mapper: CacheMap, tokens: int) -> KVCache | None:
     return from_arrays(*made, 1 + jnp.arange(tokens), TARGET)
 
 
+def _aligned(words: Tokenizer, letters: Tokenizer, text: str) -> Alignment:
+    """Letters onto words, with an embedding for every letter."""
+    made = align(words, letters, text, rule="causal", length=len(TEXT))
+    table = np.random.default_rng(2).standard_normal((64, 4), np.float32)
+    rows = np.zeros((1, len(TEXT), 4), np.float32)
+    rows[0, : len(text)] = table[letters.encode(text).ids]
+    return dataclasses.replace(made, embeddings=jnp.asarray(rows))
+
+
 def test_no_token_reads_a_later_one_and_token_by_token_equals_one_shot(mapper: CacheMap) -> None:
     """Under the ``causal`` rule the cache of a longer text begins with the cache of the shorter one."""
     words, letters = _words_and_letters()
     count = len(TEXT.split())
     whole = _random_source(count)
-    aligned = align(words, letters, TEXT, rule="causal", length=len(TEXT))
+    aligned = _aligned(words, letters, TEXT)
     once = kvx.translate(mapper, whole, aligned, receiver=_receiver(mapper, len(TEXT)))
     changed = dataclasses.replace(
         whole, groups=tuple(dataclasses.replace(g, k=g.k.at[:, :, :, -1].set(9.0)) for g in whole.groups)
@@ -179,7 +191,7 @@ def test_no_token_reads_a_later_one_and_token_by_token_equals_one_shot(mapper: C
     assert (np.asarray(once.keys(0)[:, :, last:]) != np.asarray(other.keys(0)[:, :, last:])).any()
     for read in range(1, count + 1):
         text = " ".join(TEXT.split()[:read])
-        fewer = align(words, letters, text, rule="causal", length=len(TEXT))
+        fewer = _aligned(words, letters, text)
         grown = kvx.translate(mapper, _cut(whole, read), fewer, receiver=_receiver(mapper, len(text)))
         slots = 1 + len(text)
         for layer in range(grown.num_layers):

@@ -83,7 +83,7 @@ def test_maps_with_a_history_are_fitted_and_inspected(pair, tmp_path: Path, caps
     capsys.readouterr()
     assert cli.main(["inspect", str(folder), "--json"]) == 0
     for row in figures(capsys)["support"]:
-        assert row["earlier"] == ["0@-1", "0@-2"]
+        assert row["beside"] == ["0@-1", "0@-2"]
         assert 0 in row["source_layers"] and max(row["source_layers"]) < 3
 
 

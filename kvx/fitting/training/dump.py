@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kvx.alignment import align
+from kvx.alignment import Alignment, align
 from kvx.cache.cache import KVCache
 from kvx.cache.join import select_batch
 from kvx.cache.ops import slice_slots
@@ -43,6 +43,8 @@ class Start(Protocol):
     def prefix(self) -> KVCache | None: ...
     @property
     def rule(self) -> str: ...
+    @property
+    def reads_embeddings(self) -> bool: ...
 
 
 def training_data(
@@ -98,7 +100,8 @@ def training_data(
     """
     loss = check_loss(loss or TrainingLoss())
     measured, natives = held_out or loss.measured, receiver or loss.compares
-    job = _Job(source, target, start.prefix, start.rule, loss, measured, natives, batch_size, dtype)
+    embed = start.reads_embeddings
+    job = _Job(source, target, start.prefix, start.rule, loss, measured, natives, batch_size, dtype, embed)
     kept = [e for e in examples if job.length(e.context) <= max_length]
     if not kept or batch_size < 1:
         raise KvxError(
@@ -115,7 +118,7 @@ def training_data(
         "rule": start.rule,
         "max_length": max_length,
         "measured": job.measured,
-        "kept": [*compared, "tokens"] if loss.correction else compared,
+        "kept": [*compared, *["tokens"] * (loss.correction > 0), *["embeddings"] * embed],
         "batch_size": batch_size,
     }
     home = None if folder is None else Path(folder)
@@ -179,6 +182,7 @@ class _Job:
     natives: bool
     batch_size: int
     dtype: Any
+    embed: bool = False
     counted: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -242,10 +246,8 @@ class _Job:
         filled = texts + [texts[0]] * (self.batch_size - len(texts))
         reader, writer = self.source._tokenizer(), self.target._tokenizer()
         source = prefill(self.source, reader.encode_batch(filled, length=length), capacity=length)
-        alignment = dataclasses.replace(
-            align(self.source, self.target, filled, rule=self.rule, length=length), report=None
-        )
-        made = Contexts(self._cast(source), alignment)
+        alignment = align(self.source, self.target, filled, rule=self.rule, length=length, embed=self.embed)
+        made = Contexts(self._cast(source), self._looked_up(alignment))
         if not (self.measured or self.natives):
             return made, None
         tokens = writer.encode_batch(filled, bos=False, length=length)
@@ -262,6 +264,13 @@ class _Job:
             found = sensitivity(self.target.config, queries, at, whole, first=self.held)
             made = dataclasses.replace(made, sensitivity=found[:, :, :, self.held : self.held + length])
         return made, whole
+
+    def _looked_up(self, alignment: Alignment) -> Alignment:
+        """The alignment as it is kept: embeddings in the type of the caches, no report."""
+        found = alignment.embeddings
+        if found is not None and self.dtype is not None:
+            found = found.astype(self.dtype)
+        return dataclasses.replace(alignment, embeddings=found, report=None)
 
     def _cast(self, cache: KVCache) -> KVCache:
         if self.dtype is None:
