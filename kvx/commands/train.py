@@ -48,6 +48,8 @@ class LossSettings(TextSettings):
     """Tokens the divergence compares, likeliest first; None: all."""
     correction_weight: float = 0.0
     """Squared error of what the target makes when it reads the context again over translated keys and values."""
+    trajectory_weight: float = 0.0
+    """Squared error of what the target makes of the tokens after the context, to what it makes over its own cache."""
     injection: tuple[int, int] | None = None
     """First target layer that reads them in that replay, and the one after the last; None: the window, or all."""
 
@@ -242,6 +244,7 @@ def loss_of(settings: Train, start: CacheMap) -> TrainingLoss:
         distil=settings.distil_weight,
         cache=settings.cache_weight,
         correction=settings.correction_weight,
+        trajectory=settings.trajectory_weight,
         injection=inject,
         temperature=settings.temperature,
         top_k=settings.top_k,

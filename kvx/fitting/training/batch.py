@@ -39,6 +39,8 @@ class Suffix:
         native, none, crossed: float32 ``[B,N]`` log-probabilities of the scored tokens over the target's own cache,
             over its prefix alone, and over its own cache of another context; 0 at padding; absent: not measured.
         hidden: ``[B,N,M]`` the target's hidden states over its own cache, when a loss distils them.
+        trail: un-rotated keys and values ``[L,B,K,U,D]`` that the target makes of the tokens over its own cache, zeros
+            and position -1 at padding, when a loss compares with them.
     """
 
     tokens: Array
@@ -48,6 +50,7 @@ class Suffix:
     none: Array | None = None
     crossed: Array | None = None
     hidden: Array | None = None
+    trail: KVCache | None = None
 
 
 @pytree
@@ -58,6 +61,7 @@ class TrainBatch:
         source, alignment, native, sensitivity, tokens: as in :class:`Contexts`.
         suffix: see :class:`Suffix`.
         variance: float32 ``[L,2,K]`` of the target's keys and values, mean over channels, when ``native`` is given.
+        trail_variance: the same of those in ``suffix.trail``.
     """
 
     source: KVCache
@@ -67,3 +71,4 @@ class TrainBatch:
     sensitivity: Array | None = None
     variance: Array | None = None
     tokens: Array | None = None
+    trail_variance: Array | None = None

@@ -48,6 +48,7 @@ class TrainingData:
         variance: float32 ``[L,2,K]`` of the target's keys and values, or ``None``.
         loss: what was measured is enough for it.
         facts: settings and digests, plain JSON.
+        trail_variance: the same as ``variance`` of the suffixes' trails, or ``None``.
     """
 
     source: Model
@@ -60,6 +61,7 @@ class TrainingData:
     variance: Array | None
     loss: TrainingLoss
     facts: Mapping[str, Any]
+    trail_variance: Array | None = None
 
     def __len__(self) -> int:
         return len(self.places)
@@ -141,7 +143,7 @@ class TrainingData:
             return TrainBatch(held.source, laid_under(own.alignment, held.source), suffix, own.native)
         if crossed:
             return TrainBatch(held.source, held.alignment, suffix)
-        own = held.native, held.sensitivity, self.variance, held.tokens
+        own = held.native, held.sensitivity, self.variance, held.tokens, self.trail_variance
         return TrainBatch(held.source, held.alignment, suffix, *own)
 
     def rows(self, size: int) -> KVCache | None:

@@ -23,9 +23,9 @@ from kvx.fitting.pairs import identity
 from kvx.fitting.sensitivity import sensitivity
 from kvx.fitting.training.batch import Contexts
 from kvx.fitting.training.data import Place, Shape, TrainingData
-from kvx.fitting.training.dump_suffixes import Suffixes, Variance
+from kvx.fitting.training.dump_suffixes import Suffixes, Variance, Wanted, cast
 from kvx.fitting.training.examples import Example, SuffixTokens, digest_examples, suffix_tokens
-from kvx.fitting.training.loss import TrainingLoss, check_loss
+from kvx.fitting.training.loss import TrainingLoss, check_depth, check_loss
 from kvx.fitting.training.store import Table, open_tables, save_index
 from kvx.models.buckets import bucket_length
 from kvx.models.decoder import forward
@@ -71,7 +71,7 @@ def training_data(
         examples: see :func:`kvx.examples_from_passages` and its siblings.
         start: the fitted map (or the pairs) whose prefix and alignment rule the contexts get.
         loss: what will be trained for: it decides whether the target's own losses, hidden states and caches are
-            measured and kept.
+            measured and kept, and what it makes of the suffixes' tokens.
         held_out: examples to judge on: measure the target's own losses in every case, over another context too.
         receiver: keep the target's own cache of every context, for methods that read it (``fuser``, ``latent_flow``).
         max_length: tokens of a context in either model, prefix and BOS included; examples with longer ones are left
@@ -86,7 +86,8 @@ def training_data(
         The data.
 
     Raises:
-        KvxError: no example left, nothing to score in one, a model without tokenizer, or a folder with other data.
+        KvxError: no example left, nothing to score in one, a model without tokenizer, a loss that compares layers which
+            the target has not, or a folder with other data.
 
     Example:
         >>> import kvx
@@ -99,6 +100,7 @@ def training_data(
         TrainingData(2 continuation; shapes 16x16x16, 32x16x16; 0 MB; ...)
     """
     loss = check_loss(loss or TrainingLoss())
+    check_depth(loss, target.config)
     measured, natives = held_out or loss.measured, receiver or loss.compares
     embed = start.reads_embeddings
     job = _Job(source, target, start.prefix, start.rule, loss, measured, natives, batch_size, dtype, embed)
@@ -118,7 +120,12 @@ def training_data(
         "rule": start.rule,
         "max_length": max_length,
         "measured": job.measured,
-        "kept": [*compared, *["tokens"] * (loss.correction > 0), *["embeddings"] * embed],
+        "kept": [
+            *compared,
+            *["tokens"] * (loss.correction > 0),
+            *["trail"] * (loss.trajectory > 0),
+            *["embeddings"] * embed,
+        ],
         "batch_size": batch_size,
     }
     home = None if folder is None else Path(folder)
@@ -127,15 +134,16 @@ def training_data(
         with reporting(progress, "reading examples", "contexts") as report:
             known = job.read(kept, tokens, home, report)
         if home is not None:
-            save_index(home, _named(*known[:2]), {"facts": facts, "places": _plain(known[2]), "variance": known[3]})
-    contexts, suffixes, places, variance = known
-    spread = None if variance is None else jnp.asarray(variance, jnp.float32)
+            index = {"facts": facts, "places": _plain(known[2]), "variance": known[3], "trail_variance": known[4]}
+            save_index(home, _named(*known[:2]), index)
+    contexts, suffixes, places, *spreads = known
+    spread, trails = (None if x is None else jnp.asarray(x, jnp.float32) for x in spreads)
     return TrainingData(
-        source, target, contexts, suffixes, tuple(places), start.prefix, start.rule, spread, loss, facts
+        source, target, contexts, suffixes, tuple(places), start.prefix, start.rule, spread, loss, facts, trails
     )
 
 
-Known = tuple[dict[int, Table], dict[Shape, Table], list[Place], Any]
+Known = tuple[dict[int, Table], dict[Shape, Table], list[Place], Any, Any]
 
 
 def _named(contexts: dict[int, Table], suffixes: dict[Shape, Table]) -> dict[str, Table]:
@@ -166,7 +174,7 @@ def _reopened(folder: Path, facts: dict[str, Any]) -> Known | None:
         else:
             suffixes[numbers[0], numbers[1], numbers[2]] = table
     places = [Place((s[0], s[1], s[2]), *rest) for s, *rest in known["places"]]
-    return contexts, suffixes, places, known["variance"]
+    return contexts, suffixes, places, known["variance"], known.get("trail_variance")
 
 
 @dataclasses.dataclass
@@ -184,6 +192,11 @@ class _Job:
     dtype: Any
     embed: bool = False
     counted: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is measured of suffixes."""
+        return Wanted(self.measured, self.loss.distil > 0, self.loss.trajectory > 0, self.dtype)
 
     @property
     def held(self) -> int:
@@ -215,8 +228,7 @@ class _Job:
             for e, t in zip(examples, tokens, strict=True)
         ]
         contexts: dict[int, Table] = {}
-        writer = Suffixes(self.target, self.prefix, tokens, shapes, home, self.batch_size)
-        keep = self.loss.distil > 0
+        writer = Suffixes(self.target, self.prefix, tokens, shapes, home, self.batch_size, self.wanted)
         sums = Variance()
         done = 0
         for length in sorted(set(slots.values())):
@@ -235,11 +247,12 @@ class _Job:
                     for n in users[text]:
                         place = Place(shapes[n], -1, first + row, partner, examples[n].kind)
                         writer.wait(n, place, row, mates[row])
-                writer.flush(whole if self.measured else None, keep)
+                writer.flush(whole)
                 first += len(texts)
                 done += len(texts)
                 report(f"{done:,} contexts", done, len(users))
-        return contexts, writer.tables, [writer.places[n] for n in range(len(examples))], sums.result()
+        places = [writer.places[n] for n in range(len(examples))]
+        return contexts, writer.tables, places, sums.result(), writer.spread.result()
 
     def _read(self, texts: list[str], length: int) -> tuple[Contexts, KVCache | None]:
         """Contexts of one batch, and the target's own cache of prefix and context where it is needed."""
@@ -247,8 +260,8 @@ class _Job:
         reader, writer = self.source._tokenizer(), self.target._tokenizer()
         source = prefill(self.source, reader.encode_batch(filled, length=length), capacity=length)
         alignment = align(self.source, self.target, filled, rule=self.rule, length=length, embed=self.embed)
-        made = Contexts(self._cast(source), self._looked_up(alignment))
-        if not (self.measured or self.natives):
+        made = Contexts(cast(source, self.dtype), self._looked_up(alignment))
+        if not (self.wanted or self.natives):
             return made, None
         tokens = writer.encode_batch(filled, bos=False, length=length)
         if self.loss.correction:
@@ -258,7 +271,7 @@ class _Job:
         whole, queries = _native(self.target, tokens, lead, weighed)
         if self.natives:
             native = slice_slots(whole, self.held, self.held + length)
-            made = dataclasses.replace(made, native=self._cast(native))
+            made = dataclasses.replace(made, native=cast(native, self.dtype))
         if weighed:
             at = jnp.where(tokens >= 0, self.held + jnp.arange(length, dtype=jnp.int32)[None], -1)
             found = sensitivity(self.target.config, queries, at, whole, first=self.held)
@@ -271,11 +284,6 @@ class _Job:
         if found is not None and self.dtype is not None:
             found = found.astype(self.dtype)
         return dataclasses.replace(alignment, embeddings=found, report=None)
-
-    def _cast(self, cache: KVCache) -> KVCache:
-        if self.dtype is None:
-            return cache
-        return jax.tree.map(lambda x: x.astype(self.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
 
 
 @functools.partial(jax.jit, static_argnames=("collect",))

@@ -20,9 +20,29 @@ from kvx.fitting.training.batch import Suffix
 from kvx.fitting.training.data import Place, Shape
 from kvx.fitting.training.examples import SuffixTokens
 from kvx.fitting.training.head import token_nats
-from kvx.fitting.training.loss import suffix_hidden
+from kvx.fitting.training.loss import predicting, suffix_hidden
 from kvx.fitting.training.store import Table
+from kvx.fitting.training.trail import trail
+from kvx.models.decoder import forward
 from kvx.models.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is measured of suffixes.
+
+    Attributes:
+        nats: log-probabilities of the scored tokens over the target's own cache, another context's, and none.
+        hidden: hidden states over its own cache; trail: keys and values over it, in ``dtype`` (``None``: as they are).
+    """
+
+    nats: bool = False
+    hidden: bool = False
+    trail: bool = False
+    dtype: Any = None
+
+    def __bool__(self) -> bool:
+        return self.nats or self.hidden or self.trail
 
 
 class Suffixes:
@@ -36,9 +56,11 @@ class Suffixes:
         shapes: Sequence[Shape],
         home: Path | None,
         batch_size: int,
+        wanted: Wanted,
     ) -> None:
         self.target, self.prefix, self.tokens, self.shapes = target, prefix, tokens, shapes
-        self.home, self.batch_size = home, batch_size
+        self.home, self.batch_size, self.wanted = home, batch_size, wanted
+        self.spread = Variance()
         self.tables: dict[Shape, Table] = {}
         self.filled: dict[Shape, int] = {}
         self.places: dict[int, Place] = {}
@@ -48,19 +70,20 @@ class Suffixes:
         """Example n reads row ``row`` of the present batch of contexts; its partner is row ``mate``."""
         self.waiting.setdefault(place.shape, []).append((n, place, row, mate))
 
-    def flush(self, whole: KVCache | None, keep: bool) -> None:
-        """Write everything that waits, measured over the target's own cache when that is given."""
+    def flush(self, whole: KVCache | None) -> None:
+        """Write everything that waits, with what is wanted of it over the target's own cache."""
         for shape, rows in self.waiting.items():
             for i in range(0, len(rows), self.batch_size):
-                self._write(shape, rows[i : i + self.batch_size], whole, keep)
+                self._write(shape, rows[i : i + self.batch_size], whole)
         self.waiting.clear()
 
-    def _write(self, shape: Shape, rows: list[tuple[int, Place, int, int]], whole: KVCache | None, keep: bool) -> None:
+    def _write(self, shape: Shape, rows: list[tuple[int, Place, int, int]], whole: KVCache | None) -> None:
         filled = rows + [rows[0]] * (self.batch_size - len(rows))
         suffix = _padded([self.tokens[n] for n, *_ in filled], shape)
-        if whole is not None:
+        if whole is not None and self.wanted:
             own, other = (select_batch(whole, rows) for rows in ([r for *_, r, _ in filled], [m for *_, m in filled]))
-            suffix = _measured(self.target, suffix, own, other, self._bare(whole), keep)
+            suffix = _measured(self.target, suffix, own, other, self._bare(whole), self.wanted)
+            self.spread.add(suffix.trail, len(rows))
         if shape not in self.tables:
             name = f"suffixes-{'-'.join(map(str, shape))}"
             self.tables[shape] = Table.create(self.home, name, suffix, self.shapes.count(shape))
@@ -93,13 +116,28 @@ def _padded(tokens: list[SuffixTokens], shape: Shape) -> Suffix:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("keep",))
-def _measured(target: Model, suffix: Suffix, own: KVCache, other: KVCache, bare: KVCache, keep: bool) -> Suffix:
+@functools.partial(jax.jit, static_argnames=("wanted",))
+def _measured(target: Model, suffix: Suffix, own: KVCache, other: KVCache, bare: KVCache, wanted: Wanted) -> Suffix:
     """The suffix with what the target makes of it over its own cache, over another context's, and without any."""
-    hidden = {name: suffix_hidden(target, suffix, c) for name, c in (("own", own), ("other", other), ("bare", bare))}
-    found = {name: -token_nats(target, h, suffix.targets) for name, h in hidden.items()}
-    kept = hidden["own"] if keep else None
-    return dataclasses.replace(suffix, native=found["own"], none=found["bare"], crossed=found["other"], hidden=kept)
+    out = forward(target, suffix.tokens, own, remat=True)
+    hidden = predicting(out.hidden, suffix)
+    made = suffix
+    if wanted.nats:
+        states = [hidden, *(suffix_hidden(target, suffix, cache) for cache in (bare, other))]
+        native, none, crossed = (-token_nats(target, h, suffix.targets) for h in states)
+        made = dataclasses.replace(made, native=native, none=none, crossed=crossed)
+    if wanted.hidden:
+        made = dataclasses.replace(made, hidden=hidden)
+    if wanted.trail:
+        made = dataclasses.replace(made, trail=cast(trail(suffix.tokens, own, out.cache), wanted.dtype))
+    return made
+
+
+def cast(cache: KVCache, dtype: Any) -> KVCache:
+    """The cache in the type in which it is kept; ``None``: as it is."""
+    if dtype is None:
+        return cache
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
 
 
 class Variance:

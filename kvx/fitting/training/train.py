@@ -13,7 +13,7 @@ from kvx.fitting.fit import fit
 from kvx.fitting.pairs import Pairs
 from kvx.fitting.training.data import TrainingData
 from kvx.fitting.training.held_out import RATIOS, HeldOut, Scorer
-from kvx.fitting.training.loss import TrainingLoss, check_loss
+from kvx.fitting.training.loss import TrainingLoss, check_depth, check_loss
 from kvx.fitting.training.run import SAMPLE, Limits, Run
 from kvx.fitting.training.schedule import adamw, warmup_cosine
 from kvx.fitting.training.train_report import Log, TrainReport
@@ -112,8 +112,7 @@ def train(
     """
     loss = check_loss(loss or data.loss)
     _check(data, loss, steps, batch_size, accumulate, (compute, kept), evaluate_every, ema)
-    if loss.correction:
-        loss.plan.layers(data.target.config)
+    check_depth(loss, data.target.config)
     fused = reads_receiver(method)
     if isinstance(start, Pairs):
         start = start.unfitted() if fused else fit(full_head(), start, progress=progress)[0]
@@ -172,7 +171,7 @@ def _check(
         raise KvxError(f"compute and kept are {types}; expected 'float32' or 'bfloat16' for each.")
     if ema is not None and not 0 < ema < 1:
         raise KvxError(f"ema is {ema}; expected a decay above 0 and below 1, or None.")
-    held = {name for table in data.suffixes.values() for name in table.columns}
+    held = {name.split(".")[0] for table in data.suffixes.values() for name in table.columns}
     lacks = [
         name
         for name, wanted, there in (
@@ -180,6 +179,7 @@ def _check(
             ("distil", loss.distil > 0, "hidden" in held),
             ("cache", loss.cache > 0, data.holds("native")),
             ("correction", loss.correction > 0, data.holds("native") and data.holds("tokens")),
+            ("trajectory", loss.trajectory > 0, "trail" in held),
             ("sensitivity", loss.cache > 0 and loss.sensitivity, data.holds("sensitivity")),
         )
         if wanted and not there
