@@ -134,8 +134,7 @@ def read(setup: Setup, contexts: Sequence[str], batch: Batch) -> Reading:
     """Read the contexts of a batch's rows with both models."""
     length = batch.length
     source = prefill(setup.source, setup.source_tokenizer.encode_batch(contexts, length=length), capacity=length)
-    embed = setup.mapper.reads_embeddings
-    alignment = align(setup.source, setup.target, contexts, rule=setup.rule, length=length, embed=embed)
+    alignment = align(setup.source, setup.target, contexts, rule=setup.rule, length=length, embed=True)
     prefix = repeat(setup.prefix, len(contexts))
     tokens = setup.target_tokenizer.encode_batch(contexts, bos=False, length=length)
     native = prefill(setup.target, tokens, prefix, capacity=_held(prefix) + length)

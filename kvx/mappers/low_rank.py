@@ -14,7 +14,7 @@ from kvx.alignment import Alignment
 from kvx.cache.cache import KVCache
 from kvx.cache.geometry import CacheGeometry
 from kvx.errors import KvxError
-from kvx.mappers.base import Entry, Fitted, groups_of
+from kvx.mappers.base import Entry, EntryReport, Fitted, groups_of
 from kvx.mappers.low_rank_params import LowRankParams, Reads, Writes, apply_low_rank
 from kvx.mappers.support import check_settings, layer_entry
 
@@ -65,7 +65,6 @@ class LowRank:
         fitted = moments.regress(held_out, entries, self.ridges)
         both = Normals(moments) if held_out is None else Normals(moments, held_out)
         gram, parts = both.gram(entries[0].parts), entries[0].parts
-        del both
         down, ups = reduced(gram, fitted, self.rank)
         variance = down.T @ gram @ down
         own = source.num_layers - self.embeddings
@@ -77,7 +76,9 @@ class LowRank:
             for group in groups_of(target)
             for component in (0, 1)
         )
-        return LowRankParams(reads, writes, target, report=tuple(one.report for one in fitted))
+        spreads = [np.diag(both.output_covariance(e.target, e.component)) for e in entries]
+        report = tuple(_report(*row, variance) for row in zip(fitted, ups, spreads, strict=True))
+        return LowRankParams(reads, writes, target, report=report)
 
     def apply(self, params: LowRankParams, cache: KVCache, alignment: Alignment) -> KVCache:
         """The target's cache of the context; see :func:`kvx.mappers.low_rank_params.apply_low_rank`."""
@@ -116,7 +117,8 @@ def low_rank(
             a tuple: chosen among these.
 
     Returns:
-        The method; fit it with :func:`kvx.fit`.
+        The method; fit it with :func:`kvx.fit`. Its report gives the held-out variance that the regression explains
+        before its rank is reduced, and the fitted rows' that the map explains in the end.
 
     Raises:
         KvxError: settings out of range.
@@ -165,6 +167,19 @@ def reduced(gram: np.ndarray, fitted: Sequence[Fitted], rank: int) -> tuple[np.n
     up = directions.T @ seen
     splits = np.cumsum([one.coefficients.shape[1] for one in fitted])[:-1]
     return down, np.split(up, splits, axis=1)
+
+
+def _report(one: Fitted, up: np.ndarray, total: np.ndarray, variance: np.ndarray) -> EntryReport:
+    """How an entry was fitted, with the variance that the map of lower rank explains on the fitted rows.
+
+    Args:
+        one: the solved entry; up: ``[R,q]``; total: ``[q]`` variance of its outputs; variance: of the state ``[R,R]``.
+    """
+    heads = len(one.covariance)
+    carried = 2 * np.square(up).sum(axis=0) - np.einsum("rq,rs,sq->q", up, variance, up, optimize=True)
+    share = [part.reshape(heads, -1).sum(axis=1) for part in (carried, total)]
+    r2 = share[0] / np.where(share[1] > 0, share[1], 1.0)
+    return dataclasses.replace(one.report, r2_fit=float(r2.mean()))
 
 
 def _carried(one: Fitted) -> np.ndarray:
