@@ -18,6 +18,8 @@ from kvx.mappers.low_rank_params import LowRankParams, Reads, Writes
 from kvx.translators.residual_params import power_of_two
 from kvx.typing import host, pytree, static
 
+FEW = 1024  # features whose weights move as fast as all others
+
 
 @pytree
 class Blocks:
@@ -117,7 +119,8 @@ class TrunkParams:
 
     Attributes:
         reads: as in :class:`kvx.mappers.low_rank_params.LowRankParams`, its weight of features divided by ``scale``.
-        scale: ``[P]`` deviations of the features, powers of two; never trained.
+        scale: ``[P]`` what features are divided by: their deviations, and more where there are many features, by which
+            one learning rate suits all matrices; powers of two, never trained.
         blocks: what changes the state.
         writes: for each group of target layers keys, then values.
         target: geometry of the caches it makes; dtype: of them; rate: multiplier of the gates.
@@ -184,7 +187,9 @@ def trunk_of(
         key: of the blocks' random matrices.
     """
     reads = linear.reads
-    scale = jnp.ones_like(reads.center) if deviations is None else power_of_two(deviations)
+    deviations = jnp.ones_like(reads.center) if deviations is None else deviations
+    # Many correlated features add up, so a step has to be smaller the more there are: by the number over FEW.
+    scale = power_of_two(deviations) * power_of_two(jnp.maximum(jnp.float32(len(reads.center) / FEW), 1.0))
     weight = reads.weight.astype(jnp.float32) * scale[:, None]
     count, width, heads, head_dim = sizes
     blocks = Blocks.create(key, count, linear.rank, width, heads, head_dim)

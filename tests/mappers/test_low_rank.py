@@ -164,7 +164,7 @@ def test_every_way_from_text_to_an_answer_looks_embeddings_up() -> None:
     source, target, mapper = _pair()
     assert mapper.reads_embeddings and not mapper.reads_target
     said = kvx.handoff(source, target, mapper, "Ann lives in Rome.", "\nWhere?", max_new_tokens=4)
-    cache = kvx.prefill(source, source.encode("Ann lives in Rome."), keep="all")
+    cache = kvx.prefill(source, source.encode("Ann lives in Rome.").tokens, keep="all")
     moved = kvx.translate(mapper, cache, kvx.align(source, target, "Ann lives in Rome.", embed=True))
     out = kvx.generate(target, target.tokenizer.encode("\nWhere?", bos=False).tokens, moved, max_new_tokens=4)
     assert list(said.tokens) == np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist()

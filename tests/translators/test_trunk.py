@@ -86,8 +86,8 @@ def test_training_opens_the_gates_and_explains_what_one_token_cannot() -> None:
     method = trunk(blocks=1, width=8, heads=2, head_dim=8)
     first = untrained(method, start, jax.random.key(0), [(batch.source, batch.alignment)])
     real = batch.alignment.pos >= 0
-    x = batch.source.keys(0)[:, 0, :, 0] * real
-    wanted = jnp.cumsum(x, axis=1) / jnp.maximum(jnp.cumsum(real, axis=1), 1)
+    x = jnp.where(real, batch.source.keys(0)[:, 0, :, 0], 0.0)
+    wanted = jnp.cumsum(x, axis=1) / (1.0 + jnp.arange(x.shape[1], dtype=jnp.float32))[None]
     wanted = (wanted - wanted.mean()) / wanted.std()
 
     def error(params):
