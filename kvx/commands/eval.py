@@ -1,4 +1,4 @@
-"""``kvx eval``: measure a saved mapper in all arms on passages and questions it was never fitted on."""
+"""``kvx eval``: measure a saved mapper in all arms, or a replay over it, on what it was never fitted on."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvx.models.model import Model
 
 RESULT = "evaluation.json"  # beside the mapper; `kvx handoff` reads its verdict
+SWEEP = "injection_sweep"  # .json and .png, beside the mapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,14 @@ class Eval(TextSettings):
     """Type of weights and activations."""
     per_item: bool = False
     """Also put every item's figures into the JSON."""
+    sweep: Literal["injection"] | None = None
+    """Instead of the arms: replay over the translated cache, injected from each target layer on; needs --text."""
+    sweep_starts: tuple[int, ...] | None = None
+    """First injected target layers; None: every one. The number of layers: no injection."""
+    sweep_size: int | None = None
+    """Layers of the injected window; None: up to the top."""
+    sweep_figure: Path | None = None
+    """PNG or SVG file of the sweep's figure; None: injection_sweep.png beside the mapper. Needs matplotlib."""
 
 
 def run(settings: Eval, out: Output) -> Outcome:
@@ -58,6 +67,7 @@ def run(settings: Eval, out: Output) -> Outcome:
         KvxError: the mapper, a model or an item file cannot be read, or the models are not the mapper's.
     """
     require(settings, "mapper")
+    check_sweep(settings)
     if settings.text is None and settings.questions is None:
         raise UsageError("kvx eval needs --text or --questions (or both), else there is nothing to measure on.")
     prepare_jax()
@@ -67,6 +77,8 @@ def run(settings: Eval, out: Output) -> Outcome:
     mapper = kvx.load(folder)
     source, target = models_of(mapper, settings.source, settings.target, settings.dtype)
     items, hashes = items_of(settings, target)
+    if settings.sweep is not None:
+        return run_sweep(settings, out, (source, target, mapper), items, hashes)
     result = kvx.evaluate(
         source,
         target,
@@ -83,6 +95,60 @@ def run(settings: Eval, out: Output) -> Outcome:
     out.console.print(result.table())
     (folder / RESULT).write_text(json.dumps(jsonable(figures), indent=1), encoding="utf-8")
     return Outcome(figures, REPREFILL if result.verdict.decision == "reprefill" else OK)
+
+
+def check_sweep(settings: Eval) -> None:
+    """Refuse settings of a sweep that cannot be met, before anything is loaded.
+
+    Raises:
+        UsageError: settings of a sweep without ``--sweep``, or a sweep without passages or with questions.
+        KvxError: a figure of unknown format.
+    """
+    from kvx.evaluation.sweep_figure import check_format
+
+    given = [name for name in ("sweep_starts", "sweep_size", "sweep_figure") if getattr(settings, name) is not None]
+    if settings.sweep is None and given:
+        raise UsageError(f"--{given[0].replace('_', '-')} is a setting of --sweep injection, which is not asked for.")
+    if settings.sweep is not None and (settings.text is None or settings.questions is not None):
+        raise UsageError("kvx eval --sweep injection measures passages: it needs --text and takes no --questions.")
+    if settings.sweep_figure is not None:
+        check_format(settings.sweep_figure)
+
+
+def run_sweep(
+    settings: Eval,
+    out: Output,
+    parts: tuple[Model, Model, CacheMap],
+    items: list[Item | Question],
+    hashes: dict[str, str],
+) -> Outcome:
+    """Sweep the injection start over passages, print the table, keep figures and drawing beside the mapper.
+
+    Raises:
+        KvxError: as :func:`kvx.evaluation.sweep.sweep_injection`.
+    """
+    from kvx.evaluation.items import Item
+    from kvx.evaluation.sweep import sweep_injection
+    from kvx.evaluation.sweep_figure import INSTALL, draw, drawable
+
+    file = Path(str(settings.mapper)) / f"{SWEEP}.json"
+    result = sweep_injection(
+        *parts,
+        [item for item in items if isinstance(item, Item)],
+        starts=settings.sweep_starts,
+        size=settings.sweep_size,
+        batch_size=settings.batch_size,
+        data=hashes,
+        progress=out.watch("injection sweep"),
+    )
+    figures = jsonable(result.to_json(per_item=settings.per_item))
+    file.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    out.console.print(result.table())
+    if drawable():
+        out.say(f"figure: {draw(figures, settings.sweep_figure or file.with_suffix('.png'))}")
+    else:
+        out.say(INSTALL)
+    return Outcome(figures)
 
 
 def items_of(settings: Eval, target: Model) -> tuple[list[Item | Question], dict[str, str]]:

@@ -59,7 +59,7 @@ def measure_losses(
     setup = setups[0]
     ours = [setup.target_tokenizer.encode(item.continuation, bos=False) for item in items]
     theirs = [setup.source_tokenizer.encode(item.continuation, bos=False) for item in items]
-    _check(items, ours)
+    check_scored(items, ours)
     batches = setup.plan([item.context for item in items], batch_size)
     widths = [bucket_length(max(len(e) for e in side)) for side in (ours, theirs)]
     counts = np.array([len(e) - 1 for e in ours])
@@ -74,7 +74,7 @@ def measure_losses(
         tokens = boundary_tokens(setup.target_tokenizer, texts, widths[0])
         for at, one in enumerate(setups):
             caches = build(one, reading, batch, max(widths), arms_of(at))
-            scores = {arm: _logprobs(setup.target, tokens, cache) for arm, cache in caches.target.items()}
+            scores = {arm: logprobs(setup.target, tokens, cache) for arm, cache in caches.target.items()}
             for arm, found in scores.items():
                 nats[at][arm][rows] = -found.sum(axis=1)[: batch.real] / counts[rows]
             if cosine:
@@ -82,7 +82,7 @@ def measure_losses(
             if at:
                 continue
             own = boundary_tokens(setup.source_tokenizer, texts, widths[1])
-            alone, native = _logprobs(setup.source, own, caches.source), scores["native"]
+            alone, native = logprobs(setup.source, own, caches.source), scores["native"]
             for row, i in enumerate(rows):
                 _add_span(spans, items[i].continuation, (ours[i], native[row]), (theirs[i], alone[row]))
         done += batch.real
@@ -98,8 +98,15 @@ def _pooled(known: AttentionCosine | None, found: AttentionCosine) -> AttentionC
     return found if known is None else known + found
 
 
-def _check(items: Sequence[Item], encodings: Sequence[Encoding]) -> None:
-    """Every continuation has a token to score."""
+def check_scored(items: Sequence[Item], encodings: Sequence[Encoding]) -> None:
+    """Refuse items without a token to score.
+
+    Args:
+        items: passages; encodings: of their continuations, in the target's tokens.
+
+    Raises:
+        KvxError: a continuation of fewer than two target tokens.
+    """
     for at, (item, encoding) in enumerate(zip(items, encodings, strict=True)):
         if len(encoding) < 2:
             raise KvxError(
@@ -108,8 +115,8 @@ def _check(items: Sequence[Item], encodings: Sequence[Encoding]) -> None:
             )
 
 
-def _logprobs(model: Model, tokens: np.ndarray, cache: KVCache) -> np.ndarray:
-    """float64 ``[B,T]`` on the host."""
+def logprobs(model: Model, tokens: np.ndarray, cache: KVCache) -> np.ndarray:
+    """:func:`kvx.models.prefill.token_logprobs`, as float64 ``[B,T]`` on the host."""
     return np.asarray(token_logprobs(model, jnp.asarray(tokens), cache), np.float64)
 
 

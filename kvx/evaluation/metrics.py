@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -113,6 +114,29 @@ class Bootstrap:
         if not len(x):
             return Estimate.undefined("there are no items")
         return Estimate(float(x.mean()), *self.interval(self.means(x[:, None])[:, 0]))
+
+    def columns(self, values: Mapping[Any, Sequence[float] | np.ndarray]) -> dict[Any, Estimate]:
+        """:meth:`mean` of many figures of the same items, in one go.
+
+        Args:
+            values: name -> float ``[n]``.
+
+        Returns:
+            name -> mean over items, with its interval.
+
+        Raises:
+            KvxError: different item counts or non-finite values.
+
+        Example:
+            >>> from kvx.evaluation.metrics import Bootstrap
+            >>> {name: str(found) for name, found in Bootstrap().columns({"a": [1.0, 1.0], "b": [2.0, 2.0]}).items()}
+            {'a': '1.000 [1.000, 1.000]', 'b': '2.000 [2.000, 2.000]'}
+        """
+        columns = np.stack(_paired({str(name): column for name, column in values.items()}), axis=1)
+        if not len(columns):
+            return dict.fromkeys(values, Estimate.undefined("there are no items"))
+        draws, means = self.means(columns), columns.mean(axis=0)
+        return {name: Estimate(float(means[i]), *self.interval(draws[:, i])) for i, name in enumerate(values)}
 
     def difference(self, a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> Estimate:
         """Mean over items of ``a - b``, paired.

@@ -131,6 +131,32 @@ def test_eval_exits_3_when_the_verdict_is_reprefill(mapper: Path, pair, tmp_path
     assert answer["verdict"] == "reprefill" and answer["coverage"] == 1.0 and len(answer["tokens"]) <= 4
 
 
+def test_eval_sweeps_the_injection(mapper: Path, pair, tmp_path: Path, capsys) -> None:
+    from kvx.evaluation.sweep_figure import drawable
+
+    figure = tmp_path / "sweep.svg"
+    args = ["eval", "--mapper", str(mapper), "--text", str(pair.text), *CUT, "--sweep", "injection"]
+    assert cli.main([*args, "--items", "4", "--sweep-starts", "1", "2", "--sweep-figure", str(figure), "--json"]) == 0
+    found = figures(capsys)
+    assert [(row["start"], row["stop"]) for row in found["injections"]] == [(1, 2), (2, 2)]
+    assert found["injections"][1]["loss"] == found["baselines"]["native"]["loss"]
+    assert json.loads((mapper / "injection_sweep.json").read_text()) == found
+    assert figure.exists() == drawable()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--sweep-size", "2"], "--sweep-size is a setting of --sweep injection"),
+        (["--sweep", "injection", "--questions", "q.jsonl"], "takes no --questions"),
+    ],
+    ids=["without a sweep", "questions"],
+)
+def test_eval_refuses_half_a_sweep(flags: list[str], said: str, capsys) -> None:
+    assert cli.main(["eval", "--mapper", "m", "--text", "t.txt", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_handoff_of_another_model_is_refused(mapper: Path, pair, tmp_path: Path, capsys) -> None:
     context = tmp_path / "c.txt"
     context.write_text("The miller found the bridge.")
