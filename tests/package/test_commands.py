@@ -87,6 +87,27 @@ def test_maps_with_a_history_are_fitted_and_inspected(pair, tmp_path: Path, caps
         assert 0 in row["source_layers"] and max(row["source_layers"]) < 3
 
 
+def test_low_rank_maps_are_fitted_inspected_and_trained_on(pair, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "m"
+    fit = ["fit", *pair.models, "--text", str(pair.text), "--out", str(folder), *FIT, "--embeddings", "2"]
+    assert cli.main(fit) == 2
+    assert "--embeddings is a setting of low_rank" in capsys.readouterr().err
+    assert cli.main([*fit, "--method", "low_rank", "--history", "2"]) == 2
+    assert "low_rank has no setting --history" in capsys.readouterr().err
+    assert cli.main([*fit, "--method", "low_rank", "--rank", "8", "--layers", "2", "--json"]) == 0
+    capsys.readouterr()
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    for row in figures(capsys)["support"]:
+        assert row["source_layers"] == [0, 2] and row["beside"] == ["embedding", "embedding@-1"]
+    train = ["train", "--mapper", str(folder), "--out", str(tmp_path / "t"), *TRAIN, *pair.models]
+    few = ["--text", str(pair.text), "--max-passages", "2", "--judge-passages", "0", "--judge-questions", "0"]
+    blocks = ["--method", "trunk", "--blocks", "1", "--heads", "2", "--head-dim", "4", "--trajectory-weight", "1.0"]
+    assert cli.main([*train, *few, *blocks, "--json"]) == 0
+    assert figures(capsys)["report"]["steps"] == 1
+    assert cli.main(["inspect", str(tmp_path / "t")]) == 0
+    assert "Trunk(blocks=1" in capsys.readouterr().out
+
+
 def test_inspect_tells_what_a_model_is(pair, capsys) -> None:
     assert cli.main(["inspect", str(pair.source), "--json"]) == 0
     found = figures(capsys)
