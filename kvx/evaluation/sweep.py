@@ -211,15 +211,15 @@ def _measure(
     report: Hook,
 ) -> dict[str | int, Figures]:
     """Baseline or start -> figures of every item."""
-    found: dict[str | int, dict[str, np.ndarray]] = {}
+    found: dict[str | int, Figures] = {}
     width = bucket_length(int(counts.max()) + 1)
     done, total = 0, len(items) * (len(BASELINES) + len(windows))
     for batch in setup.plan([item.context for item in items], batch_size):
         rows, real = list(batch.items[: batch.real]), batch.real
         for row, figures in _batch(setup, [items[i] for i in batch.items], batch, width, windows):
+            into = found.setdefault(row, {name: np.zeros(len(items)) for name in figures})
             for name, values in figures.items():
-                into = found.setdefault(row, {}).setdefault(name, np.zeros(len(items)))
-                into[rows] = values[:real] / counts[rows] if name == "loss" else values[:real]
+                into[name][rows] = values[:real] / counts[rows] if name == "loss" else values[:real]
             done += real
             report(BASELINES[row] if isinstance(row, str) else f"from layer {row}", done, total)
     return found

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvx.errors import KvxError
+from kvx.evaluation.sweep_report import BASELINES
 
 FORMATS = (".png", ".svg")
 INSTALL = "drawing needs matplotlib, which is missing: install it with pip install 'matplotlib>=3.8'."
-_LINES = {"native": ("native", "--"), "translated": ("no replay", "-."), "none": ("no context", ":")}
+_STYLES = {"native": "--", "translated": "-.", "none": ":"}
 
 
 def drawable() -> bool:
@@ -75,8 +76,8 @@ def draw(figures: Mapping[str, Any], path: Path) -> Path:
     _band(upper, rows, "last_state_shift", "last-state shift (continuation)", "C1")
     upper.set(ylabel="relative shift", title=f"{figures['pair']}, {figures['items']} passages")
     _band(lower, rows, "loss", "replayed", "C2")
-    for arm, (label, style) in _LINES.items():
-        lower.axhline(figures["baselines"][arm]["loss"], color="0.4", linestyle=style, label=label)
+    for arm, label in BASELINES.items():
+        lower.axhline(figures["baselines"][arm]["loss"], color="0.4", linestyle=_STYLES[arm], label=label)
     lower.set(xlabel=_axis_label(figures), ylabel="loss (nats per token)")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):

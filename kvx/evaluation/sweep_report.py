@@ -15,11 +15,7 @@ from kvx.evaluation.metrics import Bootstrap, Estimate
 if TYPE_CHECKING:
     from rich.table import Table
 
-BASELINES = {
-    "native": "its own cache of the context",
-    "translated": "translated in all layers, no replay",
-    "none": "no context",
-}
+BASELINES = {"native": "native", "translated": "no replay", "none": "no context"}  # "translated": in all layers
 FIGURES = ("propagated_shift", "last_state_shift", "loss", "over_native")
 Figures = Mapping[str, np.ndarray]
 
@@ -147,19 +143,18 @@ class Sweep:
         title = f"{self.pair}: {len(self.tokens)} passages, {int(self.tokens.sum())} scored tokens"
         cost = self.cost
         caption = (
-            f"95 % paired bootstrap over items; at {cost.tokens} tokens the translation costs "
-            f"{cost.translate / 1e9:,.3f} GFLOP, a native prefill {cost.native / 1e9:,.3f}; lowest loss of a replay: "
-            f"start {self.best}"
+            f"95 % paired bootstrap over items; GFLOP: of the replay, at {cost.tokens} tokens, where the translation "
+            f"costs {cost.translate / 1e9:,.3f}, a native prefill {cost.native / 1e9:,.3f}; lowest loss of a replay: "
+            f"from layer {self.best}"
         )
         shape: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}
         shape |= {"title_justify": "left", "title_style": "bold", "caption_justify": "left"}
         table = Table(title=title, caption=caption, **shape)
-        table.add_column("translated keys and values in", max_width=20)
-        for column in ("propagated shift", "last-state shift", "loss (nats/token)", "loss - native"):
-            table.add_column(column, justify="right")
-        table.add_column("replay GFLOP", justify="right", max_width=7)
-        for arm, sees in BASELINES.items():
-            table.add_row(sees, *self._cells(arm), "-")
+        table.add_column("injected", no_wrap=True)
+        for column in ("propagated shift", "last-state shift", "loss (nats/token)", "loss - native", "GFLOP"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for arm, label in BASELINES.items():
+            table.add_row(label, *self._cells(arm), "-")
         for one in self.injections:
             style = "bold" if one.start == self.best else None
             table.add_row(str(one), *self._cells(one.start), f"{one.flops / 1e9:,.3f}", style=style)
