@@ -52,8 +52,8 @@ class AnswerScorer:
         for batch in plan(reader, writer, contexts, self.batch_size):
             texts = [contexts[i] for i in batch.items]
             cache = prefill(self.source, reader.encode_batch(texts, length=batch.length), capacity=batch.length)
-            asked = {"rule": mapper.rule, "embed": mapper.reads_embeddings}
-            aligned = align(self.source, self.target, texts, length=batch.length, **asked)
+            embed = mapper.reads_embeddings
+            aligned = align(self.source, self.target, texts, rule=mapper.rule, length=batch.length, embed=embed)
             own = own_cache(self.target, mapper, texts, batch.length) if mapper.reads_target else None
             moved = with_dtype(translate(mapper, cache, aligned, receiver=own), self.target.dtype)
             room = moved.groups[0].slots + tokens.shape[1] + self.max_new_tokens

@@ -80,7 +80,8 @@ class Sweep:
         native cache, or than the translated cache without a replay.
         """
         native, plain = (self.baselines[arm]["loss"] for arm in ("native", "translated"))
-        rows: dict[str | int, Figures] = {**self.baselines, **{one.start: one.items for one in self.injections}}
+        rows: dict[str | int, Figures] = dict(self.baselines.items())
+        rows |= {one.start: one.items for one in self.injections}
         columns = {(row, name): values for row, items in rows.items() for name, values in items.items()}
         for row, items in rows.items():
             columns[row, "over_native"] = items["loss"] - native
@@ -108,7 +109,7 @@ class Sweep:
             ``baselines``: the same by name; ``best``, ``items``, ``contexts``, ``tokens_scored``, ``cost``,
             ``hashes``, ``settings``, ``bootstrap``, ``seconds``.
         """
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"start": one.start, "stop": one.stop, "flops": one.flops, **_flat(self.estimates[one.start])}
             for one in self.injections
         ]

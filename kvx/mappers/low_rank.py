@@ -223,5 +223,5 @@ def _writes(
     up = np.stack([ups[n].reshape(-1, heads, channels) for n in chosen])
     covariance = np.einsum("lrkd,rs,lske->lkde", up, variance, up, optimize=True)
     mean = np.stack([fitted[n].mean.reshape(heads, channels) for n in chosen])
-    arrays = (jnp.asarray(x, jnp.float32) for x in (up, mean, covariance))
-    return Writes(*arrays, component=component, layers=layers)
+    first, second, third = (jnp.asarray(x, jnp.float32) for x in (up, mean, covariance))
+    return Writes(first, second, third, component=component, layers=layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,8 +142,8 @@ def apply_low_rank(params: LowRankParams, cache: KVCache, alignment: Alignment) 
     return written(params.writes, made, alignment, params.target)
 
 
-def written(writes: Sequence[Writes], made: Sequence[Array], alignment: Alignment, target: CacheGeometry) -> KVCache:
-    """The context's cache of outputs ``[L,B,K,T,D]``, one for each of ``writes``."""
+def written(writes: Sequence[Any], made: Sequence[Array], alignment: Alignment, target: CacheGeometry) -> KVCache:
+    """The context's cache of outputs ``[L,B,K,T,D]``, one for each of ``writes``, which name component and layers."""
     sides: tuple[list[Array], list[Array]] = ([], [])
     for layers in groups_of(target):
         for component in (0, 1):

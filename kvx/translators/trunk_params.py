@@ -52,8 +52,9 @@ class Blocks:
             jax.random.normal(k, (count, *shape), jnp.float32) * shape[0] ** -0.5
             for k, shape in zip(keys, shapes, strict=True)
         ]
+        query, read, value, out, expand, contract = drawn
         shut = jnp.zeros((count, rank), jnp.float32)
-        return cls(*drawn[:4], shut, *drawn[4:], jnp.zeros_like(shut), heads)
+        return cls(query, read, value, out, shut, expand, contract, jnp.zeros_like(shut), heads)
 
     @property
     def matrices(self) -> tuple[Array, ...]:
@@ -109,8 +110,8 @@ class TrunkWrites:
 
     def silenced(self) -> TrunkWrites:
         """The average output for every token."""
-        zeros = {name: jnp.zeros_like(getattr(self, name)) for name in ("up", "bias", "covariance")}
-        return dataclasses.replace(self, mean=self.average, **zeros)
+        up, bias, covariance = (jnp.zeros_like(x) for x in (self.up, self.bias, self.covariance))
+        return dataclasses.replace(self, up=up, bias=bias, mean=self.average, covariance=covariance)
 
 
 @pytree
