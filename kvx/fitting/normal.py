@@ -240,6 +240,9 @@ class _Own:
         offset = starts[j] - starts[first]
         inside = slice(offset + right.start, offset + right.stop)
         raw = self._sum(lambda s: np.asarray(s.xx[i])[left, inside]) / self.weight
+        if i == j:  # products of a block with itself are symmetric only up to rounding on some CPUs
+            mirrored = slice(offset + left.start, offset + left.stop)
+            raw = (raw + self._sum(lambda s: np.asarray(s.xx[i])[right, mirrored]).T / self.weight) / 2
         raw -= np.outer(self._z[self._x(i)][left], self._z[self._x(j)][right])
         product: np.ndarray = self._unwhiten(i)[left, rows].T @ raw @ self._unwhiten(j)[right, columns]
         return product

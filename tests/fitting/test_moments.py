@@ -78,8 +78,9 @@ def test_case_2_conditioning() -> None:
         got, _ = fit(stream(x, y, np.ones(4096, np.float32), 512, plan), (0,), 0)
         error = np.linalg.norm(got - truth) / np.linalg.norm(truth)
         plain = np.linalg.solve((x.T @ x).astype(np.float64), (x.T @ y).astype(np.float64))
-        assert np.linalg.norm(plain - truth) / np.linalg.norm(truth) > 0.5
         assert error < 1e-3
+        # How bad plain sums are depends on how this CPU's BLAS orders them: 0.4 to beyond 1 were seen.
+        assert np.linalg.norm(plain - truth) / np.linalg.norm(truth) > max(0.1, 100 * error)
     assert 1e6 < stream(x, y, np.ones(4096, np.float32), 512, plan).factor((0,), 0.0).condition < 1e9
 
 
@@ -218,8 +219,8 @@ def test_reach_keeps_only_what_a_map_can_use() -> None:
     full = Plan.create([(2, 2)] * 4, [(3, 3)] * 2)
     got, whole = stream(x, y, w, 50, plan), stream(x, y, w, 50, full)
     assert plan.numbers < full.numbers
-    np.testing.assert_allclose(got.gram((2, 3)), whole.gram((2, 3)), rtol=1e-6)
-    np.testing.assert_allclose(got.cross((2, 3), 1), whole.cross((2, 3), 1), rtol=1e-6)
+    for ours, theirs in ((got.gram((2, 3)), whole.gram((2, 3))), (got.cross((2, 3), 1), whole.cross((2, 3), 1))):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7 * np.abs(theirs).max())  # sums of other shapes
     with pytest.raises(KvxError, match="no products of source layers 2 and 1"):
         got.gram((1, 2))
     with pytest.raises(KvxError, match="source layer 0 and target layer 1"):
