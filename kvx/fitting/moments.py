@@ -112,6 +112,12 @@ class Moments:
 
         return regress(self, held_out, entries, ridges, progress=self.progress or (lambda what, done, total: None))
 
+    def normals(self, held_out: Moments | None = None) -> Any:
+        """The normal equations of these rows, and the held-out ones: :class:`kvx.fitting.normal.Normals`."""
+        from kvx.fitting.normal import Normals
+
+        return Normals(self) if held_out is None else Normals(self, held_out)
+
     def scores(self, held_out: Moments, entries: Sequence[Entry], ridge: float) -> list[np.ndarray]:
         """Held-out explained variance of entries; see :func:`kvx.fitting.regress.scores`."""
         from kvx.fitting.regress import scores

@@ -53,8 +53,6 @@ class LowRank:
                 ``moments.target``.
             held_out: rows of other texts; needed to choose among several ridges, and fitted too in the end.
         """
-        from kvx.fitting.normal import Normals
-
         source, target = moments.source, moments.target
         layers = self._layers(source)
         entries = [
@@ -63,7 +61,7 @@ class LowRank:
             for component in (0, 1)
         ]
         fitted = moments.regress(held_out, entries, self.ridges)
-        both = Normals(moments) if held_out is None else Normals(moments, held_out)
+        both = moments.normals(held_out)
         gram, parts = both.gram(entries[0].parts), entries[0].parts
         down, ups = reduced(gram, fitted, self.rank)
         variance = down.T @ gram @ down
