@@ -207,7 +207,7 @@ from kvx.fitting.synthetic import toy_pairs
 from tests.cases import MAPPERS, TRANSLATORS
 
 mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-batch = next(iter(toy_pairs(batches=1)))
+batch = next(iter(toy_pairs(batches=1, embedding_dim=4)))
 
 def axis(x):
     return P("data") if x.ndim < 4 else P(None, "data")

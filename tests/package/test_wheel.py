@@ -83,7 +83,7 @@ def test_a_base_install_asks_for_no_accelerator_and_no_torch(metadata: email.mes
 
 
 def test_the_extras(metadata: email.message.Message) -> None:
-    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "tpu", "cuda13", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"test", "tpu", "cuda13", "plot", "docs", "dev"}
     rows = metadata.get_all("Requires-Dist", [])
     assert any(row.startswith("jax[cuda13]") and "cuda13" in row.split(";")[1] for row in rows)
     assert any(row.startswith("jax[tpu]") for row in rows)
