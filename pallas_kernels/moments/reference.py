@@ -135,10 +135,15 @@ def _products(found: Rows) -> list[jax.Array]:
 
 
 def _mirrored(lower: list[jax.Array]) -> jax.Array:
-    """A symmetric matrix from the panels on and below its diagonal, row by row."""
+    """A symmetric matrix from the panels on and below its diagonal, row by row; products of a panel with itself are
+    symmetric only up to rounding on some CPUs."""
     count = round(((8 * len(lower) + 1) ** 0.5 - 1) / 2)
     at = [i * (i + 1) // 2 for i in range(count)]
-    full = [[lower[at[i] + j] if j <= i else lower[at[j] + i].T for j in range(count)] for i in range(count)]
+    own = [(lower[at[i] + i] + lower[at[i] + i].T) / 2 for i in range(count)]
+    full = [
+        [own[i] if i == j else lower[at[i] + j] if j < i else lower[at[j] + i].T for j in range(count)]
+        for i in range(count)
+    ]
     return jnp.concatenate([jnp.concatenate(row, axis=1) for row in full], axis=0)
 
 
