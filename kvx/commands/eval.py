@@ -31,9 +31,9 @@ class Eval(TextSettings):
     target: str | None = None
     """Target model; None: where the mapper was fitted."""
     text: Path | None = None
-    """Passages: a UTF-8 file, the fitted one or another; only its never-fitted part is used."""
+    """Passages: a UTF-8 file, the fitted one or another, or demo:passages; only its never-fitted part is used."""
     questions: Path | None = None
-    """Questions: JSON lines with question, answers and context."""
+    """Questions: JSON lines with question, answers and context, or demo:squad_test."""
     items: int = 100
     """Passages, at most."""
     max_questions: int = 100

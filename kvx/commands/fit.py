@@ -94,7 +94,7 @@ class Fit(FitSettings, TextSettings):
     target: str | None = None
     """Target model: hub id, local folder or .gguf file. Required."""
     text: Path | None = None
-    """Text to fit on: a UTF-8 file, paragraphs separated by blank lines. Required."""
+    """Text to fit on: a UTF-8 file, paragraphs separated by blank lines, or demo:passages. Required."""
     out: Path | None = None
     """Folder to save the mapper in. Required."""
     overwrite: bool = False

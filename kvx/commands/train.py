@@ -99,6 +99,8 @@ class Train(MethodSettings):
 
     mapper: Path | None = None
     """Folder of the saved mapper to start from. Required."""
+    fit: Path | None = None
+    """Config of kvx fit: when the mapper's folder is not there, it is fitted so on the text first, and saved there."""
     out: Path | None = None
     """Folder to save the translator in. Required."""
     source: str | None = None
@@ -106,9 +108,9 @@ class Train(MethodSettings):
     target: str | None = None
     """Target model; None: where the mapper was fitted."""
     text: Path | None = None
-    """Passages: a UTF-8 file; only the part that kvx eval never measures is used."""
+    """Passages: a UTF-8 file, or demo:passages; only the part that kvx eval never measures is used."""
     questions: Path | None = None
-    """Questions to train on: JSON lines with question, answers and context; measure on other files."""
+    """Questions to train on: JSON lines with question, answers and context, or demo:questions; measure on others."""
     cloze: int = 0
     """Questions made of each passage itself, a number, a name or a rare word blanked, at most."""
     max_passages: int | None = None
@@ -162,7 +164,9 @@ class Train(MethodSettings):
     items: int = 0
     """Never-trained passages to measure all arms on in the end; 0: none."""
     test_questions: Path | None = None
-    """Questions to measure all arms on in the end, of contexts that are not trained on."""
+    """Questions to measure all arms on in the end, of contexts that are not trained on, such as demo:squad_test."""
+    max_test_questions: int | None = None
+    """Of these, at most."""
     overwrite: bool = False
     """Replace a translator that is already saved there."""
     seed: int = 0
@@ -187,6 +191,7 @@ def run(settings: Train, out: Output) -> Outcome:
     import kvx
 
     started = time.perf_counter()
+    _fit_first(settings, out)
     start = kvx.load(Path(str(settings.mapper)))
     source, target = models_of(start, settings.source, settings.target, settings.dtype)
     method, loss = method_of(settings), loss_of(settings, start)
@@ -208,6 +213,23 @@ def run(settings: Train, out: Output) -> Outcome:
         **_measured(settings, source, target, made, folder, out),
     }
     return Outcome({**figures, "seconds": time.perf_counter() - started})
+
+
+def _fit_first(settings: Train, out: Output) -> None:
+    """Fit the mapper to start from where it is not there yet and the settings say how."""
+    folder = Path(str(settings.mapper))
+    if settings.fit is None or folder.exists():
+        return
+    from kvx.cli import from_yaml
+    from kvx.commands import fit
+
+    wanted = from_yaml(fit.Fit, settings.fit)
+    if not isinstance(wanted, fit.Fit) or settings.text is None:
+        raise UsageError("--fit fits the mapper on --text first, which is missing; give it, or a --mapper that exists.")
+    given = {name: getattr(settings, name) for name in ("text", "context_tokens", "continuation_tokens", "test_share")}
+    given |= {name: value for name in ("source", "target") if (value := getattr(settings, name)) is not None}
+    out.say(f"{folder} is not there yet: fitting it first, as {settings.fit} says")
+    fit.run(dataclasses.replace(wanted, out=folder, **given), out)
 
 
 def method_of(settings: MethodSettings) -> Translator:
@@ -341,7 +363,7 @@ def _measured(
     if settings.items and settings.text is not None:
         items += load_passages(settings.text, target, **settings.cut).held_out[: settings.items]
     if settings.test_questions is not None:
-        items += load_questions(settings.test_questions)
+        items += load_questions(settings.test_questions, settings.max_test_questions)
     result = kvx.evaluate(source, target, made, items, template=settings.template, progress=out.watch("measuring"))
     out.console.print(result.table())
     figures = result.to_json()

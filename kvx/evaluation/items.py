@@ -238,13 +238,16 @@ def load_passages(
 ) -> PassageSplit:
     """Passages of a UTF-8 text file, split into fit and held-out by content hash.
 
-    Args, Returns: as :func:`passages` and :func:`split`.
+    Args, Returns: as :func:`passages` and :func:`split`; ``path`` may be ``"demo:passages"``
+    (:func:`kvx.evaluation.demo_data.demo_file`).
 
     Raises:
         KvxError: an unreadable file, or one too short for a single passage on each side.
     """
+    from kvx.evaluation.demo_data import demo_file
+
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        text = demo_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise KvxError(
             f"cannot read {path} as UTF-8 text ({error}); give a file of blank-line separated paragraphs."
@@ -278,7 +281,7 @@ def load_questions(path: str | pathlib.Path, limit: int | None = None) -> list[Q
     """Questions of a JSON-lines file with ``question``, ``answers`` and ``context`` in each line (``id`` optional).
 
     Args:
-        path: the file.
+        path: the file, or ``"demo:squad_test"`` or ``"demo:questions"`` (:mod:`kvx.evaluation.demo_data`).
         limit: the first so many; ``None`` for all.
 
     Returns:
@@ -287,9 +290,11 @@ def load_questions(path: str | pathlib.Path, limit: int | None = None) -> list[Q
     Raises:
         KvxError: an unreadable file, or the first line that is not such a question, by number.
     """
+    from kvx.evaluation.demo_data import demo_file
+
     found: list[Question] = []
     try:
-        with pathlib.Path(path).open(encoding="utf-8") as lines:
+        with demo_file(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if limit is not None and len(found) >= limit:
                     break

@@ -268,6 +268,37 @@ def test_train_makes_a_translator_that_the_other_commands_take(
     assert "--overwrite" in capsys.readouterr().err
 
 
+def test_train_fits_the_mapper_first_where_it_is_not_there_yet(pair, tmp_path: Path, capsys) -> None:
+    import kvx
+    from kvx.commands.common import Output, UsageError
+    from kvx.commands.train import Train, _fit_first
+
+    wanted, folder = tmp_path / "fit.yaml", tmp_path / "map"
+    wanted.write_text("method: full_head\nlayers: 1\nmax_tokens: 600\nmax_length: 96\n")
+    flags = ["--mapper", str(folder), "--fit", str(wanted), "--out", str(tmp_path / "t"), *pair.models]
+    settings = cli.parse("train", [*flags, "--text", str(pair.text), *CUT])
+    assert isinstance(settings, Train)
+    _fit_first(settings, Output())
+    assert "is not there yet: fitting it first" in capsys.readouterr().err
+    digest = kvx.load(folder).digest
+    _fit_first(settings, Output())
+    assert "fitting" not in capsys.readouterr().err and kvx.load(folder).digest == digest
+    other = cli.parse("train", [*flags, "--mapper", str(tmp_path / "other")])
+    assert isinstance(other, Train)
+    with pytest.raises(UsageError, match="--text first, which is missing"):
+        _fit_first(other, Output())
+
+
+def test_the_translators_config_names_files_that_are_there() -> None:
+    from kvx.commands.train import Train
+
+    root = Path(__file__).resolve().parents[2]
+    settings = cli.parse("train", ["--config", str(root / "configs/smollm2_to_gemma3_translator.yaml")])
+    assert isinstance(settings, Train) and settings.fit is not None and (root / settings.fit).is_file()
+    assert (str(settings.questions), str(settings.test_questions)) == ("demo:questions", "demo:squad_test")
+    assert settings.max_test_questions == 150 and settings.items == 100
+
+
 def test_train_makes_the_method_and_the_loss_of_its_flags() -> None:
     from kvx.cache.geometry import CacheGeometry, LayerGeometry
     from kvx.commands.train import Train, loss_of, method_of
