@@ -233,7 +233,7 @@ def pretrain(
             f"{recipe.steps} steps on a vocabulary of {config.vocab_size:,} with a tokenizer of "
             f"{tokenizer.vocab_size:,} make no training; expected a step at least, and equal vocabularies."
         )
-    optimizer = adamw(warmup_cosine(recipe.peak, steps=recipe.steps, warmup=min(recipe.warmup, recipe.steps - 1)))
+    optimizer = _optimizer(recipe)
     first = first_model(config, tokenizer, seed)
     bare = dataclasses.replace(first, params={}, tokenizer=None)
     home = None if folder is None else Path(folder) / CHECKPOINT
@@ -259,6 +259,12 @@ def pretrain(
                 save_state(home, _named(state), {**facts, "step": at + 1, "seconds": seconds, "history": history})
     made = dataclasses.replace(first, params=state[0])
     return made, Training(last, time.monotonic() - began, tuple(history))
+
+
+@functools.lru_cache(8)
+def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """The same object for equal recipes, so that a second run compiles nothing."""
+    return adamw(warmup_cosine(recipe.peak, steps=recipe.steps, warmup=min(recipe.warmup, recipe.steps - 1)))
 
 
 def _means(recent: list[tuple[Any, Any]], at: int) -> tuple[float, float]:

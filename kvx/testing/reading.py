@@ -112,9 +112,9 @@ class Passage:
         >>> from kvx.testing.reading import passages
         >>> one = next(passages(0, people=2, relations=1))
         >>> print(one.text)
-        Sara met Sara Lambert. Edda met Emil Rowland.
+        Notes: Timo met Milan Conrad. Kira met Ralf Ellery.
         >>> one.facts[0].question, one.facts[0].answer
-        ('Who did Sara meet?', 'Sara Lambert')
+        ('Timo met whom?', 'Milan Conrad')
     """
 
     facts: tuple[Fact, ...]
@@ -130,7 +130,7 @@ class Passage:
         Example:
             >>> from kvx.testing.reading import passages
             >>> next(passages(0, people=2, relations=1)).asked((1,))
-            '\\nQuestion: Who did Edda meet?\\nAnswer: Emil Rowland\\n'
+            '\\n> Kira met whom? Ralf Ellery\\n'
         """
         asked = (READING.example.format(question=self.facts[i].question, answer=self.facts[i].answer) for i in order)
         return "".join(asked) + "\n"
@@ -187,7 +187,7 @@ def questions_of(seed: int, count: int, *, closed: bool, people: int = 4, relati
     Example:
         >>> from kvx.testing.reading import questions_of
         >>> [(q.question, q.answers) for q in questions_of(0, 2, closed=True, people=2, relations=2)]
-        [('What does ...
+        [('Bela eats what?', ('leeks',)), ('Ursula keeps what?', ('toads',))]
     """
     rng = np.random.default_rng([seed, count, closed])
     found: list[Question] = []

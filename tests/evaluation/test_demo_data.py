@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import zipfile
 from pathlib import Path
 
@@ -19,7 +20,7 @@ WORDS = [f"{a}{b}{c}" for a in "bdfgklmn" for b in "aeiou" for c in ("ra", "sto"
 
 
 def prose(seed: int, words: int = 60) -> str:
-    return " ".join(WORDS[(seed * 7919 + i * (13 + seed % 17) + i * i) % len(WORDS)] for i in range(words))
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
 def squad(n: int, passage: str | None = None, title: str | None = None) -> dict:

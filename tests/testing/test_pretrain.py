@@ -28,13 +28,18 @@ def equal(a: Model, b: Model) -> bool:
     return all(np.array_equal(x, y) for x, y in leaves)
 
 
-def test_two_runs_give_the_same_weights() -> None:
-    (first, run), (again, _) = trained(), trained()
+@pytest.fixture(scope="module")
+def whole() -> tuple[Model, Training]:
+    return trained()
+
+
+def test_two_runs_give_the_same_weights(whole) -> None:
+    (first, run), (again, _) = whole, trained()
     assert equal(first, again) and run.steps == 20
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path) -> None:
-    whole, run = trained()
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(whole, tmp_path) -> None:
+    whole, run = whole
     trained(folder=tmp_path, stop_after=13)
     resumed, rest = trained(folder=tmp_path, resume=True)
     assert equal(whole, resumed)
