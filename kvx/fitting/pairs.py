@@ -228,7 +228,6 @@ def pairs(
     held = slice_slots(cached, 0, len(ids)) if cached is not None else None
 
     def stream(report: Callable[[float], Any], mode: str | None = None) -> Iterator[PairBatch]:
-        ours, theirs = source.for_batches(), target.for_batches()  # only while reading: weights are held twice
         found = sequences(
             texts,
             reader,
@@ -243,7 +242,7 @@ def pairs(
             tokens += sum(count for _, _, count in rows)
             characters += sum(len(text) for _, text, _ in rows)
             yield read_batch(
-                ours, theirs, [text for _, text, _ in rows], [n for n, _, _ in rows], ids, rule, batch_size, mode
+                source, target, [text for _, text, _ in rows], [n for n, _, _ in rows], ids, rule, batch_size, mode
             )
             share = characters / max(total, 1)
             report(100.0 * min(1.0, share if max_tokens is None else max(share, tokens / max_tokens)))

@@ -103,8 +103,7 @@ def training_data(
     check_depth(loss, target.config)
     measured, natives = held_out or loss.measured, receiver or loss.compares
     embed = start.reads_embeddings
-    read = source.for_batches(), target.for_batches()  # dozens of shapes, each read a few times
-    job = _Job(*read, start.prefix, start.rule, loss, measured, natives, batch_size, dtype, embed)
+    job = _Job(source, target, start.prefix, start.rule, loss, measured, natives, batch_size, dtype, embed)
     kept = [e for e in examples if job.length(e.context) <= max_length]
     if not kept or batch_size < 1:
         raise KvxError(
