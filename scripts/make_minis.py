@@ -3,7 +3,7 @@
     python scripts/make_minis.py                              # all six; stop and run it again to go on
     python scripts/make_minis.py --names opt-small --stop-after 400
 
-One mini takes a quarter of an hour to an hour on one core; with --names several can be trained side by side.
+With --names several can be trained side by side, one core each. No run has been taken to its end yet.
 """
 
 from __future__ import annotations

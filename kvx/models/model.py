@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvx.cache.provenance import Provenance
     from kvx.models.tokenizer import Encoding, Tokenizer
 
-STACK_BYTES = 2 << 30  # layer weights that may be held twice
-
 
 @pytree
 class Model:
@@ -101,18 +99,3 @@ class Model:
             return self
         layers = jax.tree.map(lambda *xs: jnp.stack(xs), *self.params["layers"])
         return dataclasses.replace(self, params={**self.params, "layers": layers})
-
-    def for_batches(self) -> Model:
-        """The same model stacked, where its layers lie on one device and that holds at most 2 GiB twice; else as it is.
-
-        Batches run as fast over scanned layers and compile in a fifth of the time, which counts where many lengths are
-        read once each.
-
-        Example:
-            >>> from kvx.models.random_model import random_model
-            >>> random_model().for_batches().stacked
-            True
-        """
-        leaves = jax.tree.leaves(self.params["layers"])
-        dear = sum(x.nbytes for x in leaves) > STACK_BYTES or any(len(x.devices()) > 1 for x in leaves)
-        return self if self.stacked or dear else self.stack()

@@ -1,4 +1,4 @@
-"""What tests, notebooks and trials need: a reading task that is generated, and tiny models that were trained on it."""
+"""What tests, notebooks and trials need: a reading task that is generated, and the training of tiny models on it."""
 
 from kvx.testing.reading import READING, Passage, passages, questions_of
 

@@ -1,7 +1,7 @@
-"""The minis: tiny GPT-2-, OPT- and Qwen2.5-shaped models, two sizes each, trained on :mod:`kvx.testing.reading`.
+"""The minis: tiny GPT-2-, OPT- and Qwen2.5-shaped models, two sizes each, for :mod:`kvx.testing.reading`.
 
-Their weights lie beside this file (bfloat16 safetensors), so tests, notebooks and ``kvx demo --minis`` need neither
-training nor a download. ``scripts/make_minis.py`` makes them anew.
+``scripts/make_minis.py`` trains them and writes their weights beside this file. None is there yet: ``RECIPE`` has not
+been run to its end.
 """
 
 from __future__ import annotations

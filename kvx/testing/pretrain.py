@@ -40,7 +40,7 @@ class Stage:
     Attributes:
         steps: of the optimizer; people, relations: of each passage; asked: questions after it.
         batch_size: documents in a step.
-        prose: weight of tokens that are no answers, beside 1 for those that are; 0 computes no logits for them.
+        prose: weight of tokens that are no answers, below the 1 of those that are; 0 computes no logits for them.
     """
 
     steps: int
