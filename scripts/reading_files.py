@@ -7,9 +7,9 @@ the Middle" study) and the samples that kvx/evaluation/demo_data.py fetches from
 
 Test questions (nq_test, squad_test) and development ones (dev) are set apart by the titles of their passages; nothing
 that shares 13 words in a row with a test passage, or its question with a test question, is trained on. fit.txt holds
-passages to fit mappers on: the training questions' own and those of BoolQ. questions.jsonl is what docs/results.md's
-second translator was trained on: 1,240 of qa_train whose passages have 65 to 192 tokens in both demo models. Hashes and fixed seeds decide
-everything.
+passages to fit mappers on: the training questions' own and those of BoolQ. questions.jsonl is what the second
+translator of docs/results.md was trained on: 1,240 of qa_train whose passages have 65 to 192 tokens in both demo
+models. Hashes and fixed seeds decide everything.
 """
 
 from __future__ import annotations
