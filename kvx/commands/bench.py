@@ -1,21 +1,25 @@
-"""``kvx bench models | mapper``: speed against transformers + torch, or of one map against the other, in one run."""
+"""``kvx bench models | mapper | translators``: kinds of speed, and of quality, measured side by side in one run."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from kvx.commands.common import Common, Outcome, Output
+from kvx.commands.common import Common, Outcome, Output, prepare_jax
+from kvx.errors import KvxError
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench(Common):
     """Settings of ``kvx bench``."""
 
-    what: tyro.conf.Positional[Literal["models", "mapper"]] = "models"
-    """What to time: models against transformers + torch, or a head-matched map against a full-head one."""
+    what: tyro.conf.Positional[Literal["models", "mapper", "translators"]] = "models"
+    """Time models against transformers + torch, or a head-matched map against a full-head one; or train translators
+    between small models and see what each carries."""
     models: tuple[str, ...] = ("demo:smollm2", "demo:gemma3")
     """Models: hub ids, local folders or .gguf files."""
     tokens: int = 512
@@ -36,6 +40,18 @@ class Bench(Common):
     """Tokens that are fitted; mapper only."""
     repeats: int = 5
     """How often each side runs; the best counts; mapper only."""
+    directions: tuple[str, ...] = ()
+    """SOURCE>TARGET pairs of minis, or all (thirty); none: six; translators only."""
+    seeds: int = 3
+    """How often each translator is trained; translators only."""
+    steps: int = 300
+    """Training steps of each; translators only."""
+    ablations: bool = False
+    """Instead of the methods: mixtures that differ in experts, router, loss or window; translators only."""
+    folder: Path = Path("runs/translators")
+    """Where finished maps and records are kept: a second run goes on from them; translators only."""
+    figure: Path | None = None
+    """PNG or SVG file; None: none is drawn, but for ablations (ablations.png in the folder). Needs matplotlib."""
 
 
 def run(settings: Bench, out: Output) -> Outcome:
@@ -46,6 +62,8 @@ def run(settings: Bench, out: Output) -> Outcome:
     """
     if settings.what == "mapper":
         return _mapper(settings, out)
+    if settings.what == "translators":
+        return _translators(settings, out)
     from kvx.evaluation.bench_models import bench_models
 
     out.say(f"timing {', '.join(settings.models)} at {settings.tokens} tokens, {settings.threads} threads each")
@@ -63,6 +81,35 @@ def _mapper(settings: Bench, out: Output) -> Outcome:
     for name, value in figures.items():
         out.console.print(f"{name:36} {_text(value)}", markup=False, highlight=False)
     return Outcome(figures)
+
+
+def _translators(settings: Bench, out: Output) -> Outcome:
+    from kvx.evaluation.sweep_figure import check_format
+    from kvx.testing.translator_bench import Work, ablations, contenders, directions, run_direction
+    from kvx.testing.translator_report import draw, overview, summary, table
+
+    figure = settings.figure or (settings.folder / "ablations.png" if settings.ablations else None)
+    if figure is not None:
+        check_format(figure)
+    if settings.seeds < 1:
+        raise KvxError(f"--seeds is {settings.seeds}; expected at least one.")
+    prepare_jax()
+    wanted, work = directions(settings.directions), Work(steps=settings.steps)
+    rows = ablations() if settings.ablations else contenders()
+    records: list[dict[str, Any]] = []
+    began = time.monotonic()
+    for at, (source, target) in enumerate(wanted):
+        left = f", about {(time.monotonic() - began) / at * (len(wanted) - at) / 60:.0f} min left" if at else ""
+        out.say(f"{source} -> {target} ({at + 1} of {len(wanted)}){left}")
+        watch = out.watch(f"{source} -> {target}")
+        records.append(run_direction(source, target, rows, range(settings.seeds), work, settings.folder, watch))
+        out.console.print(table(records[-1]))
+    found = summary(records)
+    out.console.print(overview(found))
+    if figure is not None:
+        draw(found, figure)
+        out.say(f"drawn: {figure}")
+    return Outcome(found)
 
 
 def _text(value: Any) -> str:

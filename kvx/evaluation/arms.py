@@ -27,6 +27,7 @@ from kvx.mappers.receiver import laid_under
 from kvx.models.buckets import bucket_length
 from kvx.models.model import Model
 from kvx.models.prefill import prefill
+from kvx.models.replay import ReplayPlan, replay
 from kvx.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Setup:
         key: seed of the random control.
         prefix: the target's cache of its prefix, one row; ``None`` when there is no prefix.
         rule: alignment rule.
+        replay: what of the context the target reads again over the translated cache; ``None``: nothing. The prefix has
+            no free slots then.
     """
 
     source: Model
@@ -54,6 +57,7 @@ class Setup:
     key: jax.Array
     prefix: KVCache | None
     rule: str
+    replay: ReplayPlan | None = None
 
     @property
     def prefix_length(self) -> int:
@@ -122,12 +126,13 @@ class Reading:
 
     Attributes:
         source: the source's own cache; alignment: of the target's context tokens to it.
-        native: the target's own cache, prefix included.
+        native: the target's own cache, prefix included; tokens: int ``[B,T]`` of the contexts, the target's.
     """
 
     source: KVCache
     alignment: Alignment
     native: KVCache
+    tokens: np.ndarray
 
 
 def read(setup: Setup, contexts: Sequence[str], batch: Batch) -> Reading:
@@ -138,7 +143,7 @@ def read(setup: Setup, contexts: Sequence[str], batch: Batch) -> Reading:
     prefix = repeat(setup.prefix, len(contexts))
     tokens = setup.target_tokenizer.encode_batch(contexts, bos=False, length=length)
     native = prefill(setup.target, tokens, prefix, capacity=_held(prefix) + length)
-    return Reading(source, alignment, native)
+    return Reading(source, alignment, native, tokens)
 
 
 def build(setup: Setup, reading: Reading, batch: Batch, room: int, arms: Sequence[str] = tuple(ARMS)) -> ArmCaches:
@@ -154,10 +159,10 @@ def build(setup: Setup, reading: Reading, batch: Batch, room: int, arms: Sequenc
     Returns:
         Caches with the batch's rows, all of one shape.
     """
-    source, alignment, native = reading.source, reading.alignment, reading.native
+    source, native = reading.source, reading.native
     first, prefix = setup.prefix_length, repeat(setup.prefix, native.batch)
     dtype = native.groups[0].k.dtype
-    translated = _moved(setup, setup.mapper, source, alignment, native)
+    translated = _moved(setup, setup.mapper, reading)
     makers: dict[str, Callable[[], KVCache]] = {
         "native": lambda: native,
         "native_mismatched": lambda: select_batch(native, batch.partner),
@@ -170,11 +175,11 @@ def build(setup: Setup, reading: Reading, batch: Batch, room: int, arms: Sequenc
         makers["random"] = lambda: noise_cache(translated, setup.key, first)
     else:
         constant, random = setup.constant, setup.random
-        makers["constant"] = lambda: _moved(setup, constant, source, alignment, native)
-        makers["random"] = lambda: _moved(setup, random, source, alignment, native)
+        makers["constant"] = lambda: _moved(setup, constant, reading)
+        makers["random"] = lambda: _moved(setup, random, reading)
     slots = _held(prefix) + batch.length + room
     same = {arm: pad_to(with_dtype(makers[arm](), dtype), slots) for arm in arms}
-    return ArmCaches(same, pad_to(source, batch.length + room), alignment)
+    return ArmCaches(same, pad_to(source, batch.length + room), reading.alignment)
 
 
 def _held(prefix: KVCache | None) -> int:
@@ -182,20 +187,22 @@ def _held(prefix: KVCache | None) -> int:
     return prefix.groups[0].slots if prefix else 0
 
 
-def _moved(setup: Setup, mapper: CacheMap, source: KVCache, alignment: Alignment, native: KVCache) -> KVCache:
+def _moved(setup: Setup, mapper: CacheMap, reading: Reading) -> KVCache:
     from kvx.pipeline import translate
 
-    own = native if mapper.reads_target else None
-    return translate(mapper, source, alignment, prefix=setup.prefix, receiver=own)
+    own = reading.native if mapper.reads_target else None
+    moved = translate(mapper, reading.source, reading.alignment, prefix=setup.prefix, receiver=own)
+    return moved if setup.replay is None else replay(setup.target, reading.tokens, moved, setup.replay)
 
 
 def _mismatched(setup: Setup, reading: Reading, batch: Batch, translated: KVCache) -> KVCache:
-    """The translated cache of another item; where the target reads the context itself, its own cache of this item
-    fused with the source's of the other one, so that only what the source brings is exchanged."""
-    if not setup.mapper.reads_target:
+    """The translated cache of another item; where the target reads the context itself, its own reading of this item
+    with the source's cache of the other one, so that only what the source brings is exchanged."""
+    if not (setup.mapper.reads_target or setup.replay):
         return select_batch(translated, batch.partner)
     other = select_batch(reading.source, batch.partner)
-    return _moved(setup, setup.mapper, other, laid_under(reading.alignment, other), reading.native)
+    under = dataclasses.replace(reading, source=other, alignment=laid_under(reading.alignment, other))
+    return _moved(setup, setup.mapper, under)
 
 
 def repeat(cache: KVCache | None, batch: int) -> KVCache | None:

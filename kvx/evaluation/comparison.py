@@ -23,6 +23,7 @@ from kvx.evaluation.items import Item, Question
 from kvx.evaluation.metrics import Estimate
 from kvx.evaluation.report import READS, Evaluation
 from kvx.models.model import Model
+from kvx.models.replay import ReplayPlan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -189,6 +190,7 @@ def evaluate_maps(
     items: Sequence[Item | Question],
     *,
     build_s: Mapping[str, float] | None = None,
+    replays: Mapping[str, ReplayPlan] | None = None,
     apply_tokens: int = APPLY_TOKENS,
     **settings: Any,
 ) -> Comparison:
@@ -202,6 +204,7 @@ def evaluate_maps(
         maps: name -> fitted map, at least two, of the same prefix and alignment rule.
         items: passages and questions, none of which was fitted on.
         build_s: name -> seconds of the fit's sums and solves (``FitReport.seconds``), to be shown beside.
+        replays: name -> what of each context the target reads again over that map's cache; others are not replayed.
         apply_tokens: context length at which a translation is timed.
         settings: as for :func:`kvx.evaluate`, except ``latency``.
 
@@ -209,7 +212,8 @@ def evaluate_maps(
         The comparison; print its :meth:`Comparison.table`.
 
     Raises:
-        KvxError: fewer than two maps, maps of another pair, or whatever :func:`kvx.evaluate` refuses.
+        KvxError: fewer than two maps, maps of another pair, replays of other names, or whatever :func:`kvx.evaluate`
+            refuses.
 
     Example:
         >>> import kvx
@@ -227,14 +231,17 @@ def evaluate_maps(
     """
     if len(maps) < 2:
         raise KvxError(f"got {len(maps)} map(s); comparing needs at least two, use kvx.evaluate for one.")
-    found = measure(source, target, list(maps.values()), items, latency=False, **settings)
+    if odd := sorted(set(replays or ()) - set(maps)):
+        raise KvxError(f"replays names {', '.join(odd)}, which are no maps; expected some of {', '.join(maps)}.")
+    plans = [(replays or {}).get(name) for name in maps]
+    found = measure(source, target, list(maps.values()), items, replays=plans, latency=False, **settings)
     facts = {}
-    for name, mapper in maps.items():
+    for (name, mapper), plan in zip(maps.items(), plans, strict=True):
         held = [np.mean(e.r2_held_out) for e in getattr(mapper.params, "report", None) or () if e.r2_held_out]
         r2 = float(np.mean(held)) if held else None
         seconds = (build_s or {}).get(name)
         apply_ms = 1e3 * apply_seconds(mapper, apply_tokens) if mapper.source.layers else None
-        cost = map_cost(mapper, target, apply_tokens)
+        cost = map_cost(mapper, target, apply_tokens, plan)
         facts[name] = MapFacts(
             str(mapper.method),
             mapper.size,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from kvx.cache.ops import slice_slots
 from kvx.errors import KvxError
 from kvx.evaluation.answering import MAX_NEW_TOKENS, measure_answers
 from kvx.evaluation.answers import DEFAULT_TEMPLATE, Template, load_template
@@ -27,6 +28,7 @@ from kvx.evaluation.report import AnswerResult, Evaluation, LossResult
 from kvx.evaluation.verdict import Thresholds, load_thresholds
 from kvx.models.model import Model
 from kvx.models.prefill import prefill
+from kvx.models.replay import ReplayPlan
 from kvx.models.progress import Hook, reporting
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def evaluate(
     *,
     template: str | Path | Template = DEFAULT_TEMPLATE,
     rule: str | None = None,
+    replay: ReplayPlan | None = None,
     batch_size: int = BATCH_SIZE,
     max_new_tokens: int = MAX_NEW_TOKENS,
     cosine: bool = True,
@@ -67,6 +70,8 @@ def evaluate(
         items: passages and questions, mixed in any order; none of them may have been fitted on.
         template: how questions are put: a name, a JSON file, or a template.
         rule: alignment rule; ``None``: the one the map was fitted with.
+        replay: let the target read each context again over the translated cache (:func:`kvx.replay`); the result then
+            says that the target reads the context.
         batch_size: items run together, at least 2.
         max_new_tokens: tokens of an answer at most.
         cosine: compare attention outputs (needs passages).
@@ -107,7 +112,7 @@ def evaluate(
         "data": data,
         "progress": progress,
     }
-    return measure(source, target, [mapper], items, latency=latency, **given)[0]
+    return measure(source, target, [mapper], items, replays=[replay], latency=latency, **given)[0]
 
 
 def measure(
@@ -116,6 +121,7 @@ def measure(
     mappers: Sequence[CacheMap],
     items: Sequence[Item | Question],
     *,
+    replays: Sequence[ReplayPlan | None] | None = None,
     template: str | Path | Template = DEFAULT_TEMPLATE,
     rule: str | None = None,
     batch_size: int = BATCH_SIZE,
@@ -130,7 +136,8 @@ def measure(
 ) -> list[Evaluation]:
     """:func:`evaluate` for several maps of one pair: the first in all arms, the others in those that depend on the map.
 
-    The arms without a map are run once. Controls (constant, random) and latency are the first map's.
+    The arms without a map are run once. Controls (constant, random) and latency are the first map's. ``replays`` has a
+    plan, or ``None``, for each map.
 
     Raises:
         KvxError: as :func:`evaluate`, or maps of other prefixes or alignment rules.
@@ -142,7 +149,11 @@ def measure(
         raise KvxError("evaluate needs Item or Question objects, at least two; see kvx.evaluation.items for loaders.")
     template = template if isinstance(template, Template) else load_template(template)
     bars = thresholds if isinstance(thresholds, Thresholds) else load_thresholds(thresholds)
-    setups = [prepare(source, target, mapper, rule=rule, seed=seed) for mapper in mappers]
+    plans = [None] * len(mappers) if replays is None else list(replays)
+    setups = [
+        prepare(source, target, mapper, rule=rule, seed=seed, replay=plan)
+        for mapper, plan in zip(mappers, plans, strict=True)
+    ]
     setup = setups[0]
     _check_alike(setups)
     batched = scanned(setup)
@@ -181,13 +192,13 @@ def measure(
             answer=answer,
             cosine=cosines,
             latency=timing if at == 0 else None,
-            hashes=_hashes(setups[at], loss, answer, template, bars, settings, data or {}),
-            settings=settings,
+            hashes=_hashes(setups[at], loss, answer, template, bars, settings | _told(plans[at]), data or {}),
+            settings=settings | _told(plans[at]),
             seconds=seconds,
             phases=clock.seconds,
             thresholds=bars,
             bootstrap=bootstrap or Bootstrap(),
-            cost=map_cost(mappers[at], target),
+            cost=map_cost(mappers[at], target, replay=plans[at]),
         )
         for at, ((loss, cosines), answer) in enumerate(zip(losses, answers, strict=True))
     ]
@@ -205,11 +216,24 @@ def _check_alike(setups: Sequence[Setup]) -> None:
             )
 
 
-def prepare(source: Model, target: Model, mapper: CacheMap, *, rule: str | None = None, seed: int = 0) -> Setup:
+def _told(plan: ReplayPlan | None) -> dict[str, Any]:
+    """The replay, for the settings; nothing where there is none."""
+    return {} if plan is None else {"replay": dataclasses.asdict(plan)}
+
+
+def prepare(
+    source: Model,
+    target: Model,
+    mapper: CacheMap,
+    *,
+    rule: str | None = None,
+    seed: int = 0,
+    replay: ReplayPlan | None = None,
+) -> Setup:
     """The map, its controls and the prefix, checked against both models.
 
     Raises:
-        KvxError: a model without tokenizer, or a map fitted for other models.
+        KvxError: a model without tokenizer, a map fitted for other models, or a replay that cannot be.
     """
     from kvx.mappers.base import check_models
 
@@ -219,8 +243,25 @@ def prepare(source: Model, target: Model, mapper: CacheMap, *, rule: str | None 
     prefix = mapper.prefix
     if prefix is None and tokenizer.prefix_ids:
         prefix = prefill(target, jnp.asarray([tokenizer.prefix_ids], jnp.int32), keep="all")
+    if replay is not None:
+        check_replay(mapper, target, replay)
+        prefix = prefix and slice_slots(prefix, 0, int(prefix.next_position()[0]))
     key = jax.random.key(seed)
-    return Setup(source, target, mapper, *_controls(mapper, key), key, prefix, rule or mapper.rule)
+    return Setup(source, target, mapper, *_controls(mapper, key), key, prefix, rule or mapper.rule, replay)
+
+
+def check_replay(mapper: CacheMap, target: Model, plan: ReplayPlan) -> None:
+    """Refuse a replay over what the target has read already, or in layers that it has not.
+
+    Raises:
+        KvxError: either.
+    """
+    if mapper.reads_target:
+        raise KvxError(
+            f"{type(mapper.method).__name__} fuses with the target's own cache of the context, so a replay has nothing "
+            "to correct; give a map that reads only the source."
+        )
+    plan.layers(target.config)
 
 
 def scanned(setup: Setup) -> Setup:

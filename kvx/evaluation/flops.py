@@ -23,7 +23,7 @@ class MapCost:
         parameters: numbers that a translation reads.
         translate: operations of the translation; target: of the target's own reading, zero where it does not read.
         native: operations of the target's own reading, for comparison.
-        target_reads_context: whether the map fuses with the target's own cache.
+        target_reads_context: whether it does: the map fuses with the target's own cache, or is replayed over.
     """
 
     tokens: int
@@ -43,8 +43,10 @@ class MapCost:
         return {**dataclasses.asdict(self), "flops": self.flops}
 
 
-def map_cost(mapper: CacheMap, target: Model, tokens: int = COST_TOKENS) -> MapCost:
-    """Count the work of a hand-off of so many tokens, batch 1.
+def map_cost(
+    mapper: CacheMap, target: Model, tokens: int = COST_TOKENS, replay: ReplayPlan | None = None
+) -> MapCost:
+    """Count the work of a hand-off of so many tokens, batch 1, the ``replay`` over it included.
 
     Example:
         >>> import kvx
@@ -58,5 +60,5 @@ def map_cost(mapper: CacheMap, target: Model, tokens: int = COST_TOKENS) -> MapC
         (0, True)
     """
     reading = ReplayPlan().flops(target.config, tokens)  # reading again costs what reading does
-    reads = mapper.reads_target
-    return MapCost(tokens, mapper.parameters, mapper.flops(tokens), reading if reads else 0, reading, reads)
+    own = replay.flops(target.config, tokens) if replay else reading if mapper.reads_target else 0
+    return MapCost(tokens, mapper.parameters, mapper.flops(tokens), own, reading, own > 0)

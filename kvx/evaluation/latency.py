@@ -15,6 +15,7 @@ from kvx.alignment import align
 from kvx.cache.cache import KVCache
 from kvx.evaluation.arms import Setup, boundary_tokens
 from kvx.models.prefill import next_token_logits, prefill
+from kvx.models.replay import replay
 
 REPEATS = 5
 
@@ -28,8 +29,8 @@ class LatencyRow:
         boundary_tokens: target tokens of the boundary.
         source_prefill: the source reads the context.
         align: text to alignment, on the host.
-        translate: source cache to target cache; for maps that read the target's own cache, with its prefill of the
-            context.
+        translate: source cache to target cache; with the target's prefill of the context for maps that read its own
+            cache, and with the replay where there is one.
         boundary: the target prefills the boundary over the cache, up to the first answer token.
         native_prefill: the target reads the context itself.
     """
@@ -145,7 +146,8 @@ def _row(setup: Setup, context: str, boundary: str, repeats: int) -> LatencyRow:
 
     def move() -> KVCache:
         own = prefill(setup.target, target_tokens, setup.prefix, keep="all") if setup.mapper.reads_target else None
-        return translate(setup.mapper, cache, alignment, prefix=setup.prefix, receiver=own)
+        made = translate(setup.mapper, cache, alignment, prefix=setup.prefix, receiver=own)
+        return made if setup.replay is None else replay(setup.target, target_tokens, made, setup.replay)
 
     moved = move()
     steps: dict[str, Callable[[], Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kvx.evaluation.report import ARMS, FUSED, READS, SOURCE_ALONE, Evaluation
+from kvx.evaluation.report import ARMS, READS, SOURCE_ALONE, Evaluation
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -134,7 +134,7 @@ def _arms(result: Evaluation) -> Table:
     """One row an arm: loss, F1, exact match."""
     title = f"{result.pair}: {_counts(result)}{_part(result)}"
     table = _table(title, "arm", "what is seen before the boundary", "loss (nats/token)", "F1", "EM")
-    for arm, sees in (ARMS | (FUSED if result.target_reads_context else {})).items():
+    for arm, sees in result.sees.items():
         style = "bold" if arm == "translated" else None
         table.add_row(arm.replace("_", " "), sees, *_cells(result, arm), style=style)
     loss, f1, exact = _cells(result, SOURCE_ALONE)

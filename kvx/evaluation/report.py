@@ -38,6 +38,12 @@ FUSED: dict[str, str] = {  # the same arms of a map that reads the target's own 
     "constant": "its own cache, and the mean of what the map adds",
     "random": "its own cache, and a random addition with matched mean and variance",
 }
+REPLAYED: dict[str, str] = {  # of a map over whose cache the target reads the context again
+    "translated": "its own reading over the translated cache",
+    "mismatched": "its own reading over the translated cache of that other item",
+    "constant": "its own reading over the map's biases only",
+    "random": "its own reading over a random map with matched mean and variance",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +116,15 @@ class Evaluation:
 
     @property
     def target_reads_context(self) -> bool:
-        """Whether the map fuses with the target's own cache: its figures then stand apart from all others."""
+        """Whether the target reads the context too, in a fusion or a replay: its figures then stand apart."""
         return self.cost is not None and self.cost.target_reads_context
+
+    @property
+    def sees(self) -> dict[str, str]:
+        """Arm -> what the target sees before the boundary."""
+        if not self.target_reads_context:
+            return ARMS
+        return ARMS | (REPLAYED if self.settings.get("replay") else FUSED)
 
     @functools.cached_property
     def content(self) -> Estimate:

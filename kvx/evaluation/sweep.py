@@ -22,7 +22,7 @@ from kvx.cache.ops import pad_to, slice_slots
 from kvx.errors import KvxError
 from kvx.evaluation.arms import Setup, boundary_tokens, build, read
 from kvx.evaluation.batches import Batch
-from kvx.evaluation.evaluate import BATCH_SIZE, prepare, scanned
+from kvx.evaluation.evaluate import BATCH_SIZE, check_replay, prepare, scanned
 from kvx.evaluation.flops import map_cost
 from kvx.evaluation.items import Item, digest
 from kvx.evaluation.losses import check_scored, logprobs
@@ -99,7 +99,7 @@ def sweep_injection(
     """
     started = time.perf_counter()
     windows = injection_windows(target.config, starts, size)
-    _check(mapper, items)
+    _check(mapper, target, items)
     setup = _setup(source, target, mapper, rule)
     counts = _scored_tokens(setup, items)
     with reporting(progress, "injection sweep", "readings") as report:
@@ -159,13 +159,9 @@ def injection_windows(
     return [(start, layers if size is None or start == layers else start + size) for start in chosen]
 
 
-def _check(mapper: CacheMap, items: Sequence[Item]) -> None:
+def _check(mapper: CacheMap, target: Model, items: Sequence[Item]) -> None:
     """Refuse what cannot be swept."""
-    if mapper.reads_target:
-        raise KvxError(
-            f"{type(mapper.method).__name__} fuses with the target's own cache of the context, so a replay has nothing "
-            "to correct; sweep a map that reads only the source."
-        )
+    check_replay(mapper, target, ReplayPlan())
     if not items or not all(isinstance(item, Item) for item in items):
         raise KvxError("an injection sweep needs passages (Item objects), at least two; see load_passages.")
 

@@ -86,7 +86,7 @@ MINIS = {
 }
 PEOPLE, RELATIONS = 4, 2  # of the passages that minis are measured on
 RECIPE = Recipe(
-    (Stage(2500, PEOPLE, 1, 4), Stage(1500, PEOPLE, RELATIONS, 6, batch_size=48, prose=0.1)), peak=3e-3, warmup=50
+    (Stage(150, PEOPLE, 1, 4), Stage(650, PEOPLE, RELATIONS, 6, batch_size=32, prose=0.1)), peak=3e-3, warmup=50
 )
 
 

@@ -23,14 +23,13 @@ from kvx.models.decoder import forward
 from kvx.models.layers import lm_head
 from kvx.models.model import Model
 from kvx.models.progress import Hook, reporting
-from kvx.models.random_model import random_model
 from kvx.models.tokenizer import Tokenizer
+from kvx.testing.first_weights import first_model
 from kvx.testing.reading import LEAD, READING, Passage, passages
 
 SEED = 1_000_000  # passages of this seed and above are trained on; measuring uses seeds below
 WINDOW = 100  # steps over which the share of right answers is told
 CHECKPOINT = "checkpoint"
-EMBED, SHRINK = 0.3, 0.1  # of a random model's embeddings, and of what its sublayers write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,20 +133,6 @@ def documents(seed: int, stage: Stage) -> Iterator[tuple[Passage, list[int]]]:
     rng = np.random.default_rng([seed, 1])
     for passage in passages(seed, people=stage.people, relations=stage.relations):
         yield passage, rng.permutation(len(passage.facts))[: stage.asked].tolist()
-
-
-def first_model(config: Any, tokenizer: Tokenizer, seed: int) -> Model:
-    """A random model to train: small embeddings, and sublayers that write little into the residual stream."""
-    made = random_model(config, seed=seed, stacked=False)
-    shrink = jnp.float32(SHRINK)
-    layers = tuple(
-        {name: w * shrink if name in ("wo", "down") else w for name, w in layer.items()}
-        for layer in made.params["layers"]
-    )
-    params = {**made.params, "layers": layers, "embed": made.params["embed"] * jnp.float32(EMBED)}
-    if "positions" in params:
-        params["positions"] = params["positions"] * jnp.float32(EMBED)
-    return dataclasses.replace(made, params=params, tokenizer=tokenizer)
 
 
 def loss_of(params: Any, model: Model, batch: Rows) -> tuple[jax.Array, jax.Array]:

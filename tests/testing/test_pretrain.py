@@ -12,8 +12,9 @@ import pytest
 from kvx.errors import KvxError
 from kvx.models.load import load_model
 from kvx.models.model import Model
+from kvx.testing.first_weights import first_model
 from kvx.testing.minis import MINIS, folder_of, native_scores, tokenizer, write_mini
-from kvx.testing.pretrain import Recipe, Stage, Training, first_model, pretrain
+from kvx.testing.pretrain import Recipe, Stage, Training, pretrain
 
 RECIPE = Recipe((Stage(12, 2, 1, 2, batch_size=8), Stage(8, 2, 2, 3, batch_size=4, prose=0.1)), warmup=4)
 

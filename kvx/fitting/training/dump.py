@@ -56,6 +56,7 @@ def training_data(
     loss: TrainingLoss | None = None,
     held_out: bool = False,
     receiver: bool = False,
+    uniform: bool = False,
     max_length: int = 512,
     batch_size: int = 4,
     dtype: Any = None,
@@ -74,6 +75,7 @@ def training_data(
             measured and kept, and what it makes of the suffixes' tokens.
         held_out: examples to judge on: measure the target's own losses in every case, over another context too.
         receiver: keep the target's own cache of every context, for methods that read it (``fuser``, ``latent_flow``).
+        uniform: pad all contexts to one length and all suffixes to another: one compilation a step, more padding.
         max_length: tokens of a context in either model, prefix and BOS included; examples with longer ones are left
             out and counted in ``facts``.
         batch_size: contexts read together.
@@ -103,7 +105,7 @@ def training_data(
     check_depth(loss, target.config)
     measured, natives = held_out or loss.measured, receiver or loss.compares
     embed = start.reads_embeddings
-    job = _Job(source, target, start.prefix, start.rule, loss, measured, natives, batch_size, dtype, embed)
+    job = _Job(source, target, start.prefix, start.rule, loss, measured, natives, batch_size, dtype, embed, uniform)
     kept = [e for e in examples if job.length(e.context) <= max_length]
     if not kept or batch_size < 1:
         raise KvxError(
@@ -125,6 +127,7 @@ def training_data(
             *["tokens"] * (loss.correction > 0),
             *["trail"] * (loss.trajectory > 0),
             *["embeddings"] * embed,
+            *["uniform"] * uniform,
         ],
         "batch_size": batch_size,
     }
@@ -191,6 +194,7 @@ class _Job:
     batch_size: int
     dtype: Any
     embed: bool = False
+    uniform: bool = False
     counted: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -227,6 +231,10 @@ class _Job:
             (slots[e.context], bucket_length(len(t.ids)), bucket_length(len(t.where)))
             for e, t in zip(examples, tokens, strict=True)
         ]
+        if self.uniform:
+            longest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+            shapes = [(longest[0], longest[1], longest[2])] * len(shapes)
+            slots = dict.fromkeys(slots, longest[0])
         contexts: dict[int, Table] = {}
         writer = Suffixes(self.target, self.prefix, tokens, shapes, home, self.batch_size, self.wanted)
         sums = Variance()
