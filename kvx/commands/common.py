@@ -148,9 +148,16 @@ def prepare_jax() -> None:
 
 
 def load(name: str, dtype: str, progress: Hook | bool) -> Model:
-    """A model with scanned layers: commands compile many programs and run each a few times."""
+    """A model with scanned layers: commands compile many programs and run each a few times.
+
+    ``mini:NAME`` is one of the small models that ship with kvx.
+    """
     import kvx
 
+    if name.startswith("mini:"):
+        from kvx.testing.minis import load_mini
+
+        return load_mini(name.removeprefix("mini:"), dtype=dtype, stacked=True)
     return kvx.load_model(name, dtype=dtype, stacked=True, progress=progress)
 
 

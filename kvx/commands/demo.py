@@ -6,10 +6,13 @@ import dataclasses
 import importlib.resources
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvx.commands.common import Outcome, Output, jsonable, load, prepare_jax
+from kvx.commands.demo_scene import MINIS, Scene, scene_of
+from kvx.commands.demo_train import MAPPER, trained
 from kvx.commands.fit import FitSettings, TextSettings, mapper_of, pairs_of
 from kvx.commands.remember import key_of, remembered_evaluation, remembered_fit
 
@@ -22,6 +25,7 @@ FAST = {
     **{"max_tokens": 4_000, "layers": 2, "ridge": 0.01, "items": 8, "max_questions": 4, "max_new_tokens": 12},
     **{"context_tokens": 192, "continuation_tokens": 32},
 }
+CLOSED_FORM, TRAINED = "closed form", "trained"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,12 @@ class Demo(FitSettings, TextSettings):
     """Tokens of an answer, at most."""
     fast: bool = False
     """Fewer tokens and layers, fewer and shorter passages and questions, no timings: quicker, and intervals wide."""
+    minis: bool = False
+    """Small models that ship with kvx, on generated passages: nothing is fetched."""
+    train: bool = False
+    """Train on from the closed form, and show both side by side."""
+    minutes: float = 10.0
+    """Wall time of that training, at most."""
     again: bool = False
     """Fit and measure anew instead of using what an earlier run has kept."""
 
@@ -54,19 +64,31 @@ def run(settings: Demo, out: Output) -> Outcome:
     """
     started = time.perf_counter()
     prepare_jax()
-    if settings.fast:
-        settings = dataclasses.replace(settings, **FAST)  # type: ignore[arg-type]
+    settings = adjusted(settings)
     source, target = load_models(settings, out)
-    split = passages_of(settings, target)
-    mapper, kept = fitted(settings, source, target, split, out)
-    questions = load_demo_questions(settings.max_questions)
-    answers = show(settings, source, target, mapper, questions[0], out)
-    figures = measured(settings, source, target, mapper, split, questions, out)
+    scene = scene_of(settings, target)
+    mapper, kept = fitted(settings, source, target, scene.split, out)
+    maps, extra = {CLOSED_FORM: mapper}, {}
+    if settings.train:
+        maps[TRAINED], extra["training"] = trained(settings, source, target, mapper, scene, out)
+    answers = show(settings, source, target, maps, scene, out)
+    figures = measured(settings, source, target, maps, scene, out)
     out.console.print(closing(settings, figures), markup=False, soft_wrap=True)
     return Outcome(
-        {**figures, "answers_shown": answers, "fit": kept, "evaluation_seconds": figures["seconds"]}
+        {**figures, **extra, "answers_shown": answers, "fit": kept, "evaluation_seconds": figures["seconds"]}
         | {"seconds": time.perf_counter() - started}
     )
+
+
+def adjusted(settings: Demo) -> Demo:
+    """The settings, with what ``--minis``, ``--train`` and ``--fast`` change."""
+    changes: dict[str, Any] = dict(FAST) if settings.fast else {}
+    if settings.minis:
+        given = {"source": settings.source, "target": settings.target}
+        changes |= MINIS | {role: name for role, name in given.items() if name.startswith("mini:")}
+    elif settings.train:
+        changes |= MAPPER | ({"rank": 64, "layers": 2} if settings.fast else {})
+    return dataclasses.replace(settings, **changes)
 
 
 def load_models(settings: Demo, out: Output) -> tuple[Model, Model]:
@@ -152,36 +174,41 @@ def _first_time(settings: Demo) -> str:
 
 
 def show(
-    settings: Demo, source: Model, target: Model, mapper: CacheMap, question: Question, out: Output
+    settings: Demo, source: Model, target: Model, maps: Mapping[str, CacheMap], scene: Scene, out: Output
 ) -> dict[str, str]:
     """One hand-off before the reader's eyes, and the target's own answers with and without the context."""
-    import kvx
-    from kvx.evaluation.answers import load_template
-
-    boundary, names = load_template().boundary(question.question), (_short(source), _short(target))
+    question = scene.questions[0]
+    boundary, names = scene.template.boundary(question.question), (_short(source), _short(target))
     out.console.print(
         f"\n{names[0]} reads:\n  {question.context}\n\nquestion: {question.question}", markup=False, soft_wrap=True
     )
-    out.console.print(
-        f"\n{names[1]}, which has not read it, answers from the translated cache:", markup=False, soft_wrap=True
-    )
-    out.piece(" ")
-    answer = kvx.handoff(
-        source,
-        target,
-        mapper,
-        question.context,
-        boundary,
-        max_new_tokens=settings.max_new_tokens,
-        stop=("\n",),
-        on_text=out.piece,
-    )
+    said = {}
+    for label, mapper in maps.items():
+        how = f" ({label})" if len(maps) > 1 else ""
+        out.console.print(
+            f"\n{names[1]}, which has not read it, answers from the translated cache{how}:",
+            markup=False,
+            soft_wrap=True,
+        )
+        said[label] = _handed_over(settings, (source, target), mapper, question.context, boundary, out)
     own = {label: _own_answer(target, lead, boundary, settings) for label, lead in _leads(question).items()}
     out.piece("\n")
     for label, text in own.items():
         out.console.print(f"the same model {label}: {text}", markup=False, soft_wrap=True)
     out.console.print(f"expected: {question.answers[0]}\n", markup=False, soft_wrap=True)
-    return {"translated": answer.text.strip(), **own, "expected": question.answers[0]}
+    both = said if len(said) > 1 else {}
+    return {"translated": list(said.values())[-1], **both, **own, "expected": question.answers[0]}
+
+
+def _handed_over(
+    settings: Demo, models: tuple[Model, Model], mapper: CacheMap, context: str, boundary: str, out: Output
+) -> str:
+    """The target's answer from the translated cache, written as it comes."""
+    import kvx
+
+    out.piece(" ")
+    written = {"max_new_tokens": settings.max_new_tokens, "stop": ("\n",), "on_text": out.piece}
+    return kvx.handoff(*models, mapper, context, boundary, **written).text.strip()
 
 
 def _leads(question: Question) -> dict[str, str]:
@@ -213,37 +240,58 @@ def measured(
     settings: Demo,
     source: Model,
     target: Model,
-    mapper: CacheMap,
-    split: PassageSplit,
-    questions: list[Question],
+    maps: Mapping[str, CacheMap],
+    scene: Scene,
     out: Output,
 ) -> dict[str, Any]:
-    """All arms on passages that were never fitted and on the questions: kept from an earlier run, or measured now."""
-    import kvx
+    """All arms on passages that were never fitted and on the questions: kept from an earlier run, or measured now.
+
+    With a trained map beside the closed form, the figures are the trained one's; both stand under ``maps``.
+    """
     from kvx.evaluation.items import digest
     from kvx.evaluation.verdict import load_thresholds
 
-    items = list(split.held_out[: settings.items])
+    questions, items = scene.questions, list(scene.split.held_out[: settings.items])
     asked = digest(items), digest(questions), load_thresholds().sha256
-    key = key_of("evaluation", mapper.digest, asked, settings.max_new_tokens, settings.dtype, settings.fast)
+    told = [mapper.digest for mapper in maps.values()], scene.template.sha256
+    key = key_of("evaluation", *told, asked, settings.max_new_tokens, settings.dtype, settings.fast)
 
     def make() -> tuple[dict[str, Any], Any]:
         out.say(f"measuring all arms on {len(items)} passages and {len(questions)} questions; {_first_time(settings)}")
-        result = kvx.evaluate(
-            source,
-            target,
-            mapper,
-            [*items, *questions],
-            max_new_tokens=settings.max_new_tokens,
-            latency=not settings.fast,
-            data=split.hashes,
-            progress=out.watch("measuring"),
-        )
-        return json.loads(json.dumps(jsonable(result.to_json()))), result.table()
+        figures, table = _evaluated(settings, source, target, maps, scene, [*items, *questions], out)
+        return json.loads(json.dumps(jsonable(figures))), table
 
     figures, table = remembered_evaluation(key, make, out, again=settings.again)
     out.console.print(table)
     return figures
+
+
+def _evaluated(
+    settings: Demo,
+    source: Model,
+    target: Model,
+    maps: Mapping[str, CacheMap],
+    scene: Scene,
+    items: Sequence[Any],
+    out: Output,
+) -> tuple[dict[str, Any], Any]:
+    """Figures and table of one map, or of two side by side."""
+    import kvx
+
+    shared: dict[str, Any] = {
+        "template": scene.template,
+        "max_new_tokens": settings.max_new_tokens,
+        "data": scene.split.hashes,
+        "progress": out.watch("measuring"),
+    }
+    if len(maps) == 1:
+        result = kvx.evaluate(source, target, maps[CLOSED_FORM], items, latency=not settings.fast, **shared)
+        return result.to_json(), result.table()
+    from rich.console import Group
+
+    found = kvx.evaluate_maps(source, target, maps, items, apply_tokens=settings.context_tokens, **shared)
+    last = found.results[TRAINED]
+    return {**last.to_json(), "maps": found.to_json()["maps"]}, Group(last.table(), found.table())
 
 
 def closing(settings: Demo, figures: dict[str, Any]) -> str:

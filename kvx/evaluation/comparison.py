@@ -267,6 +267,9 @@ def apply_seconds(mapper: CacheMap, tokens: int, repeats: int = REPEATS) -> floa
     if not mapper.source.layers:
         raise KvxError("this map reads caches of any shape, so it cannot be timed; give a fitted one.")
     cache, alignment = straight_context(mapper.source, tokens)
+    if mapper.reads_embeddings:
+        last = mapper.params[-1] if type(mapper.params) is tuple else mapper.params
+        alignment = dataclasses.replace(alignment, embeddings=jnp.ones((1, tokens, last.reads.dim)))
     own = straight_context(mapper.target, tokens, mapper.prefix_length)[0] if mapper.reads_target else None
     jitted = jax.jit(lambda m, c, a, r: translate(m, c, a, receiver=r))
     run = functools.partial(jitted, mapper, cache, alignment, own)

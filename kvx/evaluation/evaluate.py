@@ -28,8 +28,8 @@ from kvx.evaluation.report import AnswerResult, Evaluation, LossResult
 from kvx.evaluation.verdict import Thresholds, load_thresholds
 from kvx.models.model import Model
 from kvx.models.prefill import prefill
-from kvx.models.replay import ReplayPlan
 from kvx.models.progress import Hook, reporting
+from kvx.models.replay import ReplayPlan
 
 if TYPE_CHECKING:
     from kvx.evaluation.cosine import AttentionCosine

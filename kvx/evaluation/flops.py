@@ -43,9 +43,7 @@ class MapCost:
         return {**dataclasses.asdict(self), "flops": self.flops}
 
 
-def map_cost(
-    mapper: CacheMap, target: Model, tokens: int = COST_TOKENS, replay: ReplayPlan | None = None
-) -> MapCost:
+def map_cost(mapper: CacheMap, target: Model, tokens: int = COST_TOKENS, replay: ReplayPlan | None = None) -> MapCost:
     """Count the work of a hand-off of so many tokens, batch 1, the ``replay`` over it included.
 
     Example:

@@ -1,7 +1,6 @@
 """The minis: tiny GPT-2-, OPT- and Qwen2.5-shaped models, two sizes each, for :mod:`kvx.testing.reading`.
 
-``scripts/make_minis.py`` trains them and writes their weights beside this file. None is there yet: ``RECIPE`` has not
-been run to its end.
+``scripts/make_minis.py`` trains them with ``RECIPE`` and writes their weights beside this file.
 """
 
 from __future__ import annotations
@@ -138,18 +137,29 @@ def folder_of(name: str) -> Path:
     return folder
 
 
-def load_mini(name: str, *, dtype: Any = jnp.float32) -> Model:
+def load_mini(name: str, *, dtype: Any = jnp.float32, stacked: bool = False) -> Model:
     """A trained mini with its tokenizer.
 
     Args:
-        name: a key of ``MINIS``; dtype: of weights and activations.
+        name: a key of ``MINIS``; dtype: of weights and activations; stacked: scan the layers, to compile sooner.
 
     Raises:
         KvxError: as :func:`folder_of`.
+
+    Example:
+        >>> import kvx
+        >>> from kvx.testing.minis import load_mini
+        >>> model = load_mini("qwen2-small")
+        >>> notes = "Notes: Ada eats figs. Bela sells keys. Ada sells drums. Bela eats rice."
+        >>> out = kvx.generate(model, model.encode(notes + "\n> Bela eats what?").tokens, max_new_tokens=1)
+        >>> model.decode(out.tokens[0])
+        ' rice'
     """
     from kvx.models.load import load_model
 
-    return load_model(folder_of(name), dtype=dtype)
+    model = load_model(folder_of(name), dtype=dtype, stacked=stacked)
+    named = dataclasses.replace(model.provenance, model=f"mini:{name}") if model.provenance else None
+    return dataclasses.replace(model, provenance=named)
 
 
 def write_mini(model: Model, folder: Path, facts: dict[str, Any]) -> Path:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ import numpy as np
 from kvx import mappers, translators
 from kvx.errors import KvxError
 from kvx.evaluation.comparison import Comparison, evaluate_maps
-from kvx.evaluation.items import Item, Question
 from kvx.evaluation.metrics import Estimate
 from kvx.evaluation.report import SOURCE_ALONE
 from kvx.fitting.checkpoint import load, save
 from kvx.fitting.fit import fit
 from kvx.fitting.pairs import Pairs, pairs
 from kvx.fitting.training.dump import training_data
-from kvx.fitting.training.examples import Example
 from kvx.fitting.training.loss import TrainingLoss
 from kvx.fitting.training.schedule import adamw, warmup_cosine
 from kvx.fitting.training.train import train
@@ -33,11 +30,11 @@ from kvx.mappers.receiver import reads_receiver
 from kvx.models.model import Model
 from kvx.models.progress import Hook
 from kvx.models.replay import ReplayPlan
-from kvx.testing.minis import MINIS, PEOPLE, RELATIONS, load_mini
-from kvx.testing.reading import READING, Passage, passages, questions_of
+from kvx.testing.minis import MINIS, load_mini
+from kvx.testing.reading import READING
+from kvx.testing.reading_work import Task, Work
 
 CORRECTED = TrainingLoss(correction=1.0)
-FIT_SEED, TRAIN_SEED, TEST_SEED = 11, 12, 13  # of passages; the minis were trained on others
 BASELINES = ("native", "none", "constant", SOURCE_ALONE)  # arms that no further map has a part in
 WINDOW = 16  # target tokens more or less do not matter here
 
@@ -101,27 +98,6 @@ def ablations() -> dict[str, Contender]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """How much is read, trained and asked: the same for every contender.
-
-    Attributes:
-        fit, train: passages that closed forms are fitted on, and that translators learn from.
-        asked: questions about each training passage.
-        steps, batch_size, peak: of training, and its largest learning rate.
-        items, questions: passages scored, and questions of each kind (closed set, extractive).
-    """
-
-    fit: int = 600
-    train: int = 2400
-    asked: int = 6
-    steps: int = 300
-    batch_size: int = 16
-    peak: float = 1e-3
-    items: int = 100
-    questions: int = 100
-
-
 def directions(which: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Pairs of minis.
 
@@ -156,57 +132,6 @@ SIX = (
     "gpt2-large>qwen2-small",
     "qwen2-small>qwen2-large",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What a direction is fitted on, trained on and asked."""
-
-    texts: tuple[str, ...]
-    examples: tuple[Example, ...]
-    items: tuple[Item, ...]
-    closed: tuple[Question, ...]
-    phrases: tuple[Question, ...]
-
-    @classmethod
-    def create(cls, work: Work) -> Task:
-        """Passages and questions of three seeds, so that nothing is met twice but by chance."""
-
-        def some(seed: int, count: int) -> list[Passage]:
-            return list(islice(passages(seed, people=PEOPLE, relations=RELATIONS), count))
-
-        rng = np.random.default_rng(TRAIN_SEED)
-        orders = (tuple(rng.permutation(PEOPLE * RELATIONS)[: work.asked].tolist()) for _ in range(work.train))
-        questions = (
-            tuple(questions_of(TEST_SEED, work.questions, closed=kind, people=PEOPLE, relations=RELATIONS))
-            for kind in (True, False)
-        )
-        return cls(
-            tuple(passage.text for passage in some(FIT_SEED, work.fit)),
-            tuple(example(p, order) for p, order in zip(some(TRAIN_SEED, work.train), orders, strict=True)),
-            tuple(
-                Item(p.text, p.asked(tuple(rng.permutation(len(p.facts)).tolist())))
-                for p in some(TEST_SEED + 1, work.items)
-            ),
-            *questions,
-        )
-
-
-def example(passage: Passage, order: Sequence[int]) -> Example:
-    """A passage and questions about it, of which the answers and the line ends after them are scored.
-
-    Example:
-        >>> from kvx.testing.reading import passages
-        >>> from kvx.testing.translator_bench import example
-        >>> example(next(passages(0, people=2, relations=1)), (1, 0)).scored_text
-        ' Ralf Ellery\\n Milan Conrad\\n'
-    """
-    suffix, spans = "", []
-    for fact in (passage.facts[i] for i in order):
-        suffix += READING.question.format(question=fact.question)
-        spans.append((len(suffix), len(suffix) + len(fact.answer) + 2))
-        suffix += f" {fact.answer}"
-    return Example(passage.text, f"{suffix}\n", tuple(spans), "question")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,9 +276,7 @@ def compare(
     """
     task = Task.create(work)
     trained = train_all(source, target, rows, seeds, work, task, folder=folder, progress=progress)
-    replays = {
-        label: row.replay for name, row in rows.items() for label, _ in _labels(name, row, seeds) if row.replay
-    }
+    replays = {label: row.replay for name, row in rows.items() for label, _ in _labels(name, row, seeds) if row.replay}
     found = evaluate_maps(
         source,
         target,
@@ -373,7 +296,9 @@ def compare(
     arms = {arm: _scores(first, arm, closed) for arm in BASELINES}
     return {
         "arms": arms,
-        "rows": {name: _summary(found, [x for x, _ in _labels(name, row, seeds)], closed) for name, row in rows.items()},
+        "rows": {
+            name: _summary(found, [x for x, _ in _labels(name, row, seeds)], closed) for name, row in rows.items()
+        },
     }
 
 
@@ -448,7 +373,7 @@ def run_direction(
     if record.is_file():
         return dict(json.loads(record.read_text(encoding="utf-8")))
     home.mkdir(parents=True, exist_ok=True)
-    models = (load_mini(source).stack(), load_mini(target).stack())  # scanned: they compile sooner
+    models = [load_mini(name, stacked=True) for name in (source, target)]
     found = {"direction": f"{source}>{target}", **compare(*models, rows, seeds, work, folder=home, progress=progress)}
     text = json.dumps(found, indent=1)
     partial = home / "record.part"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,7 +13,9 @@ from kvx.errors import KvxError
 from kvx.evaluation.comparison import Comparison, apply_seconds, evaluate_maps
 from kvx.evaluation.evaluate import evaluate
 from kvx.evaluation.metrics import Bootstrap
-from kvx.mappers import full_head
+from kvx.fitting.synthetic import toy_pairs
+from kvx.mappers import full_head, low_rank
+from kvx.translators import trunk, untrained
 from tests.evaluation import planted
 
 QUIET = {"progress": False, "batch_size": 8, "max_new_tokens": 4, "bootstrap": Bootstrap(1000)}
@@ -72,6 +75,14 @@ def test_table_and_json_tell_what_a_map_costs(maps, found: Comparison):
     assert plain["maps"]["good"]["apply_ms"] > 0 and plain["maps"]["good"]["tokens"] == 64
     assert found.row("shrunk")[0] == "shrunk" and found.row("good")[3] == "-"
     assert found.table().row_count == 2 and "<td>shrunk</td>" in found._repr_html_()
+
+
+def test_maps_that_read_embeddings_are_timed_like_any_other():
+    toy = toy_pairs(embedding_dim=4)
+    mapper, _ = kvx.fit(low_rank(rank=8, embeddings=2), toy, progress=False)
+    assert apply_seconds(mapper, 8, repeats=1) > 0
+    again = untrained(trunk(width=8), mapper, jax.random.key(0))
+    assert apply_seconds(again, 8, repeats=1) > 0
 
 
 def test_one_map_or_maps_of_other_prefixes_are_refused(models, maps, items):
