@@ -53,7 +53,8 @@ def untrained(method: Translator, start: CacheMap, key: Array, sample: Sample = 
 
     Args:
         method: settings of the translator.
-        start: a fitted map of the pair, whose prefix, geometries, rule and provenance it keeps.
+        start: a fitted map of the pair, whose prefix, geometries, rule and provenance it keeps; a map that this very
+            method has been trained to already is returned as it is.
         key: of what is drawn at random.
         sample: source caches with their alignments, of the kind that will be translated.
 
@@ -71,6 +72,8 @@ def untrained(method: Translator, start: CacheMap, key: Array, sample: Sample = 
         >>> untrained(residual(width=8), mapper, jax.random.key(0)).method
         Residual(width=8, frozen=False, gate_rate=8.0)
     """
+    if start.method == method:
+        return start
     return with_params(start, method, method.init(key, start, sample), closed_form=start.digest)
 
 
