@@ -207,7 +207,7 @@ def _handed_over(
     import kvx
 
     out.piece(" ")
-    written = {"max_new_tokens": settings.max_new_tokens, "stop": ("\n",), "on_text": out.piece}
+    written: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "stop": ("\n",), "on_text": out.piece}
     return kvx.handoff(*models, mapper, context, boundary, **written).text.strip()
 
 

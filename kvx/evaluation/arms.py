@@ -132,7 +132,7 @@ class Reading:
     source: KVCache
     alignment: Alignment
     native: KVCache
-    tokens: np.ndarray
+    tokens: Any
 
 
 def read(setup: Setup, contexts: Sequence[str], batch: Batch) -> Reading:

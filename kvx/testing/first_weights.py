@@ -53,7 +53,9 @@ def first_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> Model:
     """
     made = random_model(config, seed=seed, stacked=False)
     params = {**made.params, "embed": made.params["embed"] * jnp.float32(EMBED)}
-    arrays = [{name: np.array(w) if not isinstance(w, dict) else w for name, w in x.items()} for x in params["layers"]]
+    arrays: list[dict[str, Any]] = [
+        {name: np.array(w) if not isinstance(w, dict) else w for name, w in x.items()} for x in params["layers"]
+    ]
     if "positions" in params:
         params.update(_waves(np.array(params["embed"]), np.array(params["positions"]) * np.float32(EMBED)))
     for number, w in enumerate(arrays):
@@ -76,7 +78,7 @@ def _waves(embed: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
     return {"embed": jnp.asarray(embed), "positions": jnp.asarray(positions)}
 
 
-def _look_back(c: ModelConfig, w: dict[str, np.ndarray], params: dict[str, Any]) -> None:
+def _look_back(c: ModelConfig, w: dict[str, Any], params: dict[str, Any]) -> None:
     """First layer: the score of a token falls with its distance from the one ``1 + h % LOOK_BACK`` places back."""
     if c.qkv_bias:
         _waves_apart(c, w, params)
@@ -85,7 +87,7 @@ def _look_back(c: ModelConfig, w: dict[str, np.ndarray], params: dict[str, Any])
     w["wo"] *= np.float32(WRITE)
 
 
-def _waves_apart(c: ModelConfig, w: dict[str, np.ndarray], params: dict[str, Any]) -> None:
+def _waves_apart(c: ModelConfig, w: dict[str, Any], params: dict[str, Any]) -> None:
     for name in ("wq", "wk"):
         w[name] = w[name] * np.float32(QUIET)
     for heads, name in ((c.heads, "q"), (c.kv_heads, "k")):
@@ -116,7 +118,7 @@ def _place(c: ModelConfig, weight: np.ndarray, bias: np.ndarray, back: int, para
     bias[half : half + len(speed)] = -size * np.sin(back * speed)
 
 
-def _compare(c: ModelConfig, w: dict[str, np.ndarray]) -> None:
+def _compare(c: ModelConfig, w: dict[str, Any]) -> None:
     """Later layers: queries are keys, so like tokens find each other, and what is read is written back as it was."""
     group = c.heads // c.kv_heads
     for head in range(c.heads):

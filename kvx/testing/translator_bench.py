@@ -216,7 +216,7 @@ class _Workshop:
         made = self._trained(row, seed) if trains(row) else fit(row.method, self.read, progress=self.progress)[0]
         seconds = time.monotonic() - started
         if home is not None and note is not None:
-            save(made, home)
+            save(home, made)
             note.write_text(json.dumps({"seconds": round(seconds, 2)}) + "\n", encoding="utf-8")
         return made, seconds
 
@@ -373,7 +373,7 @@ def run_direction(
     if record.is_file():
         return dict(json.loads(record.read_text(encoding="utf-8")))
     home.mkdir(parents=True, exist_ok=True)
-    models = [load_mini(name, stacked=True) for name in (source, target)]
+    models = load_mini(source, stacked=True), load_mini(target, stacked=True)
     found = {"direction": f"{source}>{target}", **compare(*models, rows, seeds, work, folder=home, progress=progress)}
     text = json.dumps(found, indent=1)
     partial = home / "record.part"
