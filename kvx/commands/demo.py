@@ -85,7 +85,8 @@ def adjusted(settings: Demo) -> Demo:
     changes: dict[str, Any] = dict(FAST) if settings.fast else {}
     if settings.minis:
         given = {"source": settings.source, "target": settings.target}
-        changes |= MINIS | {role: name for role, name in given.items() if name.startswith("mini:")}
+        fewer = {name: FAST[name] for name in ("max_tokens", "items", "max_questions")} if settings.fast else {}
+        changes |= MINIS | fewer | {role: name for role, name in given.items() if name.startswith("mini:")}
     elif settings.train:
         changes |= MAPPER | ({"rank": 64, "layers": 2} if settings.fast else {})
     return dataclasses.replace(settings, **changes)

@@ -192,14 +192,17 @@ def test_checkpoint_round_trip(mapper: CacheMap, tmp_path) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_sharding_fixed_point(run_python) -> None:
+def test_sharding_fixed_point(run_python, tmp_path) -> None:
     """Rows spread over devices stay there through a translation, and hold the same."""
-    result = run_python(SHARDED, devices=2)
+    for at, name in enumerate(CASES):  # fitted in this process already, and read back there
+        kvx.save(tmp_path / str(at), fitted(name))
+    result = run_python(SHARDED, devices=2, KVX_FITTED=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == list(CASES)
 
 
 SHARDED = """
+import os, pathlib
 import jax, numpy as np, kvx
 jax.config.update('jax_disable_most_optimizations', True)
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -213,8 +216,8 @@ def axis(x):
     return P("data") if x.ndim < 4 else P(None, "data")
 
 spread = lambda tree: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, axis(x))), tree)
-for name, case in {**MAPPERS, **TRANSLATORS}.items():
-    mapper = case.fitted(0)
+for at, name in enumerate({**MAPPERS, **TRANSLATORS}):
+    mapper = kvx.load(pathlib.Path(os.environ["KVX_FITTED"]) / str(at))
     own = batch.target if mapper.reads_target else None
     alone = kvx.translate(mapper, batch.source, batch.alignment, receiver=own)
     moved = kvx.translate(mapper, spread(batch.source), spread(batch.alignment), receiver=spread(own))
