@@ -44,8 +44,8 @@ class Bench(Common):
     """SOURCE>TARGET pairs of minis, or all (thirty); none: six; translators only."""
     seeds: int = 3
     """How often each translator is trained; translators only."""
-    steps: int = 300
-    """Training steps of each; translators only."""
+    steps: int = 600
+    """Training steps of each (two to six minutes on a core); translators only."""
     ablations: bool = False
     """Instead of the methods: mixtures that differ in experts, router, loss or window; translators only."""
     folder: Path = Path("runs/translators")

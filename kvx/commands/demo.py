@@ -49,7 +49,7 @@ class Demo(FitSettings, TextSettings):
     minis: bool = False
     """Small models that ship with kvx, on generated passages: nothing is fetched."""
     train: bool = False
-    """Train on from the closed form, and show both side by side."""
+    """Train on from the closed form (between real models a low_rank map), and show both side by side."""
     minutes: float = 10.0
     """Wall time of that training, at most."""
     again: bool = False

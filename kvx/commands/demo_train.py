@@ -68,7 +68,7 @@ def trained(
             batch_size=16 if settings.minis else 8,
             minutes=settings.minutes,
             ema=0.98,
-            evaluate_every=max(steps // 5, 1),
+            evaluate_every=max(steps // 4, 1),
             patience=2,
             progress=out.watch("training"),
         )

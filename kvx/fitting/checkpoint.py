@@ -67,7 +67,8 @@ def load(path: str | Path, *, sharding: jax.sharding.Sharding | None = None) -> 
 
     Args:
         path: the folder.
-        sharding: of every array; ``None``: on the default device.
+        sharding: of every array; ``None``: on the default device, but not bound to it, so that the map may be used
+            beside arrays that are spread over several.
 
     Returns:
         The map.
@@ -246,7 +247,9 @@ def _read_arrays(folder: Path, wanted: dict[str, Any], sharding: jax.sharding.Sh
     for name, array in restored.items():
         if _facts(array) != wanted[name]:
             raise KvxError(f"{folder}: array {name} came back as {_facts(array)}, expected {wanted[name]}.")
-    return restored
+    if sharding is not None:
+        return restored
+    return {name: jax.numpy.asarray(np.asarray(array)) for name, array in restored.items()}  # bound to no device
 
 
 def _stored(checkpointer: Any, folder: Path) -> dict[str, dict[str, Any]]:

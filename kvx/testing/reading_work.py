@@ -30,9 +30,9 @@ class Work:
     fit: int = 600
     train: int = 2400
     asked: int = 6
-    steps: int = 300
+    steps: int = 600
     batch_size: int = 16
-    peak: float = 1e-3
+    peak: float = 3e-3
     items: int = 100
     questions: int = 100
 

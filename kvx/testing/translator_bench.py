@@ -36,7 +36,7 @@ from kvx.testing.reading_work import Task, Work
 
 CORRECTED = TrainingLoss(correction=1.0)
 BASELINES = ("native", "none", "constant", SOURCE_ALONE)  # arms that no further map has a part in
-WINDOW = 16  # target tokens more or less do not matter here
+APPLY_TOKENS = 64  # of the context whose translation is counted and timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,25 +212,29 @@ class _Workshop:
         note = None if home is None else home.with_suffix(".json")
         if home is not None and note is not None and note.is_file():
             return load(home), float(json.loads(note.read_text(encoding="utf-8"))["seconds"])
-        started = time.monotonic()
-        made = self._trained(row, seed) if trains(row) else fit(row.method, self.read, progress=self.progress)[0]
-        seconds = time.monotonic() - started
+        made, seconds = self._trained(row, seed) if trains(row) else self._fitted(row.method)
         if home is not None and note is not None:
-            save(home, made)
+            save(home, made, overwrite=True)
             note.write_text(json.dumps({"seconds": round(seconds, 2)}) + "\n", encoding="utf-8")
         return made, seconds
 
-    def _trained(self, row: Contender, seed: int) -> CacheMap:
-        fused, work = reads_receiver(row.method), self.work
-        start = self.read.unfitted() if fused else self._once("start", lambda: self._start())
+    def _fitted(self, method: Any) -> tuple[CacheMap, float]:
+        started = time.monotonic()
+        return fit(method, self.read, progress=self.progress)[0], time.monotonic() - started
+
+    def _trained(self, row: Contender, seed: int) -> tuple[CacheMap, float]:
+        """The map, and the seconds of its training and of the closed form it began from; reading is not counted."""
+        fused, work, before = reads_receiver(row.method), self.work, 0.0
+        if fused:
+            start = self.read.unfitted()
+        else:
+            start, before = self._once("start", lambda: self._fitted(mappers.full_head(layers="all")))
         loss = row.loss or TrainingLoss()
         data = self._once(f"data {loss} {fused}", lambda: self._data(loss, fused, start))
         optimizer = self._once("optimizer", lambda: adamw(warmup_cosine(work.peak, steps=work.steps)))
         settings: dict[str, Any] = {"steps": work.steps, "batch_size": work.batch_size, "seed": seed}
-        return train(row.method, start, data, optimizer=optimizer, progress=self.progress, **settings)[0]
-
-    def _start(self) -> CacheMap:
-        return fit(mappers.full_head(layers="all"), self.read, progress=self.progress)[0]
+        made, report = train(row.method, start, data, optimizer=optimizer, progress=self.progress, **settings)
+        return made, before + report.seconds
 
     def _data(self, loss: TrainingLoss, fused: bool, start: CacheMap) -> Any:
         return training_data(
@@ -271,8 +275,11 @@ def compare(
         folder: where maps are kept; progress: as in :func:`kvx.fit`.
 
     Returns:
-        ``arms``: arm -> ``accuracy``, ``f1``; ``rows``: name -> means over seeds of ``accuracy``, ``f1``, ``content``,
-        ``mismatched_accuracy`` and the like; see :func:`_summary`.
+        ``arms``: arm -> ``accuracy`` (exact match, closed set) and ``f1`` (extractive); ``rows``: name -> means over
+        seeds of ``accuracy``, ``f1``, ``mismatched_accuracy``, ``native_fraction`` (accuracy over the native one),
+        ``content`` and ``train_seconds``; ``parameters``, ``flops`` and ``bytes`` of a hand-off; whether
+        ``target_reads_context``; and ``seeds``: the same of each seed, with ``content_low`` and ``content_high`` and
+        the paired ``content_difference`` ``[value, low, high]`` from the first row.
     """
     task = Task.create(work)
     trained = train_all(source, target, rows, seeds, work, task, folder=folder, progress=progress)
@@ -284,7 +291,7 @@ def compare(
         [*task.items, *task.closed, *task.phrases],
         build_s=trained.seconds,
         replays=replays,
-        apply_tokens=WINDOW * 4,
+        apply_tokens=APPLY_TOKENS,
         template=READING,
         batch_size=50,
         max_new_tokens=8,

@@ -26,9 +26,8 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         records: of directions, from :func:`kvx.testing.translator_bench.run_direction`.
 
     Returns:
-        ``directions``: the records; ``native_fraction_mean`` and ``content_mean``: method -> mean over directions;
-        ``best``: method -> in how many directions its content is the best, or within its paired interval of the first
-        row's (see :func:`within`), among methods whose target does not read the context.
+        ``native_fraction_mean``, ``content_mean``, ``accuracy_mean``, ``f1_mean``: method -> mean over directions;
+        ``first_is_best``: for each direction, :func:`within`; ``directions``: the records.
     """
     names = list(records[0]["rows"]) if records else []
     means = {
@@ -39,10 +38,10 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def within(record: Mapping[str, Any]) -> bool:
-    """Whether the first row's content is the best, or within every better one's paired interval.
+    """Whether no row carries more content than the first one beyond its paired interval.
 
-    Rows whose target reads the context are left out; with several seeds, each seed's interval has to reach zero for a
-    row to count as no better.
+    Rows whose target reads the context are left out. With several seeds a row carries more when its mean is higher and
+    the interval of every seed lies above zero.
     """
     first, *others = record["rows"]
     mine = record["rows"][first]["content"]
