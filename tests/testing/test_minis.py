@@ -13,11 +13,16 @@ from kvx.testing.minis import MINIS, RECIPE, folder_of, load_mini, native_scores
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.mark.parametrize("name", MINIS)
+@pytest.mark.parametrize("name", ["gpt2-large", "opt-small", "qwen2-large"])
 def test_a_mini_answers_from_its_passage(name: str) -> None:
-    told = json.loads((folder_of(name) / "training.json").read_text())
-    scores = native_scores(load_mini(name).stack(), 100, seed=1)
+    """One of each family, the one that reads least well."""
+    scores = native_scores(load_mini(name, stacked=True), 100, seed=1)
     assert scores["accuracy"] >= 0.95 and scores["f1"] >= 0.9
+
+
+@pytest.mark.parametrize("name", MINIS)
+def test_every_mini_was_trained_to_its_end_and_reached_the_bar(name: str) -> None:
+    told = json.loads((folder_of(name) / "training.json").read_text())
     assert told["accuracy"] >= 0.95 and told["f1"] >= 0.9 and told["steps"] == RECIPE.steps
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvx.testing.translator_report import draw, overview, summary, table, within
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 WORK = Work(fit=40, train=32, asked=3, steps=2, batch_size=8, items=6, questions=4)
-NAMES = ("mixture + correction", "full_head", "mixture + correction, replay", "latent_flow")
+NAMES = ("mixture + correction", "full_head", "mixture + correction, replay")
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,12 @@ def record(rows: dict[str, bench.Contender], folder: Path) -> dict[str, Any]:
 
 def test_every_row_is_measured_for_every_seed_and_the_first_is_what_others_differ_from(record: dict[str, Any]) -> None:
     assert list(record["rows"]) == list(NAMES)
-    assert {name: len(row["seeds"]) for name, row in record["rows"].items()} == dict(
-        zip(NAMES, (2, 1, 2, 2), strict=True)
-    )
+    assert {name: len(row["seeds"]) for name, row in record["rows"].items()} == dict(zip(NAMES, (2, 1, 2), strict=True))
     first = record["rows"][NAMES[0]]
     assert first["seeds"][0]["content_difference"] is None and first["seeds"][1]["content_difference"] is not None
     assert record["arms"]["native"]["accuracy"] >= 0.75 and record["arms"]["none"]["accuracy"] <= 0.25
     reads = {name: row["target_reads_context"] for name, row in record["rows"].items()}
-    assert reads == dict(zip(NAMES, (False, False, True, True), strict=True))
+    assert reads == dict(zip(NAMES, (False, False, True), strict=True))
 
 
 def test_a_replay_uses_the_map_that_was_trained_without_one(record: dict[str, Any]) -> None:
@@ -67,9 +66,16 @@ def test_a_finished_direction_is_read_and_a_broken_off_one_goes_on(
     assert again == json.loads(json.dumps(record))
     home = next(folder.glob("*/record.json"))
     home.unlink()  # as if it had been broken off while measuring: all maps are there, and nothing is trained again
-    measured = bench.run_direction("qwen2-small", "gpt2-small", rows, (0, 1), WORK, folder, False)
-    for name in NAMES:
-        assert measured["rows"][name]["content"] == pytest.approx(record["rows"][name]["content"], abs=1e-4)
+    measured: list[list[str]] = []
+
+    def measure(source: object, target: object, maps: Mapping[str, object], items: object, **settings: object) -> None:
+        measured.append(list(maps))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "evaluate_maps", measure)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run_direction("qwen2-small", "gpt2-small", rows, (0, 1), WORK, folder, False)
+    assert measured == [[f"{NAMES[0]} #0", f"{NAMES[0]} #1", NAMES[1], f"{NAMES[2]} #0", f"{NAMES[2]} #1"]]
     with pytest.raises(AssertionError, match="nothing is left"):
         bench.run_direction("qwen2-small", "gpt2-small", rows, (0, 2), WORK, folder, False)
 
@@ -104,7 +110,7 @@ def test_the_first_row_wins_unless_another_is_better_beyond_its_interval(record:
     assert within(with_content("full_head", 0.4, -0.2))
     assert within(with_content("full_head", 0.6, -0.1))
     assert not within(with_content("full_head", 0.6, 0.05))
-    assert within(with_content("latent_flow", 0.9, 0.3, reads=True))
+    assert within(with_content(NAMES[2], 0.9, 0.3, reads=True))
 
 
 def test_training_fitting_and_testing_share_no_passage() -> None:
