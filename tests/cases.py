@@ -161,7 +161,6 @@ def _chained(seed: int) -> CacheMap:
 
 MAPPERS: dict[str, MapperCase] = {
     "full_head": MapperCase(_fitted(full_head(layers=2))),
-    "full_head, one ridge": MapperCase(_fitted(full_head(layers=1, ridge=1e-6))),
     "full_head, all layers": MapperCase(_fitted(full_head(layers="all", ridge=1e-6))),
     "full_head, best layers": MapperCase(_fitted(full_head(layers=1, choice="best"))),
     "full_head, history": MapperCase(_fitted(full_head(layers=1, history=2, history_layers=2)), exact=False),
@@ -172,11 +171,7 @@ MAPPERS: dict[str, MapperCase] = {
         _fitted(head_matched(layers=1, inputs="same", heads="index", choice="best", ridge=0.1)), exact=False
     ),
     "full_head, weighted": MapperCase(_fitted(full_head(layers=2, sensitivity="probes", select="attention"))),
-    "head_matched, weighted": MapperCase(
-        _fitted(head_matched(layers=2, sensitivity="all"), support=planted_heads(SOURCE, TARGET)), exact=False
-    ),
     "low_rank": MapperCase(_fitted(low_rank(rank=24))),
-    "low_rank, few layers": MapperCase(_fitted(low_rank(rank=6, layers=2, ridge=0.1)), exact=False),
     "low_rank, embeddings": MapperCase(_fitted(low_rank(rank=20, embeddings=2), embedding_dim=4), exact=False),
     "identity": MapperCase(lambda seed: kvx.identity(), exact=False),
     "chain": MapperCase(_chained, exact=False),
@@ -204,7 +199,6 @@ def _unfitted(seed: int) -> CacheMap:
 
 
 TRANSLATORS: dict[str, MapperCase] = {
-    "residual": MapperCase(_stirred(residual(width=4), _fitted(full_head(layers=2))), exact=False),
     "residual, history": MapperCase(_stirred(residual(width=4), _fitted(full_head(layers=1, history=2))), exact=False),
     "residual, by head": MapperCase(
         _stirred(residual(width=4), _fitted(head_matched(layers=2), support=planted_heads(SOURCE, TARGET))), exact=False
@@ -224,12 +218,9 @@ TRANSLATORS: dict[str, MapperCase] = {
         ),
         exact=False,
     ),
-    "trunk": MapperCase(
-        _stirred(trunk(blocks=2, width=4, heads=2, head_dim=4), _fitted(low_rank(rank=12))), exact=False
-    ),
     "trunk, embeddings": MapperCase(
         _stirred(
-            trunk(blocks=1, width=4, heads=1, head_dim=4), _fitted(low_rank(rank=16, embeddings=3), embedding_dim=4)
+            trunk(blocks=2, width=4, heads=2, head_dim=4), _fitted(low_rank(rank=16, embeddings=3), embedding_dim=4)
         ),
         exact=False,
     ),
