@@ -16,6 +16,7 @@ from kvx.testing.first_weights import first_model
 from kvx.testing.minis import MINIS, folder_of, native_scores, tokenizer, write_mini
 from kvx.testing.pretrain import Recipe, Stage, Training, pretrain
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 RECIPE = Recipe((Stage(12, 2, 1, 2, batch_size=8), Stage(8, 2, 2, 3, batch_size=4, prose=0.1)), warmup=4)
 
 
@@ -78,7 +79,7 @@ def test_every_mini_is_of_its_family_and_survives_its_folder(name: str, tmp_path
 def test_an_untrained_mini_answers_nothing() -> None:
     mini = MINIS["opt-small"]
     model = first_model(mini.config, tokenizer(mini.vocabulary), mini.seed)
-    scores = native_scores(model, 8)
+    scores = native_scores(model.stack(), 8)
     assert set(scores) == {"accuracy", "f1"} and max(scores.values()) < 0.2
 
 
