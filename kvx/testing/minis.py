@@ -151,7 +151,7 @@ def load_mini(name: str, *, dtype: Any = jnp.float32, stacked: bool = False) -> 
         >>> from kvx.testing.minis import load_mini
         >>> model = load_mini("qwen2-small")
         >>> notes = "Notes: Ada eats figs. Bela sells keys. Ada sells drums. Bela eats rice."
-        >>> out = kvx.generate(model, model.encode(notes + "\n> Bela eats what?").tokens, max_new_tokens=1)
+        >>> out = kvx.generate(model, model.encode(notes + "\\n> Bela eats what?").tokens, max_new_tokens=1)
         >>> model.decode(out.tokens[0])
         ' rice'
     """

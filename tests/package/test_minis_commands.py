@@ -20,11 +20,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVX_CACHE", str(tmp_path / "cache"))
 
 
-def test_the_demo_on_minis_trains_on_and_shows_both_side_by_side(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = ["demo", "--minis", "--train", "--fast", "--json"]
-    assert main(args) == 0
+def test_the_demo_on_minis_trains_on_and_shows_both_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--minis", "--train", "--fast", "--json"]) == 0
     out, err = capsys.readouterr()
     figures = json.loads(out)
     assert set(figures["maps"]) == {"closed form", "trained"} and figures["maps"]["closed form"]["build_s"] is None
@@ -33,34 +30,35 @@ def test_the_demo_on_minis_trains_on_and_shows_both_side_by_side(
     assert figures["f1"]["native"] > 0.9 > 0.3 > figures["f1"]["none"]
     assert "trained for 4 steps" in err and "mini:opt-large" in err and "closed form" in err
 
-    def refuse(*args: object, **settings: object) -> None:
-        raise AssertionError("what was trained is kept")
 
-    monkeypatch.setattr("kvx.fitting.training.train.train", refuse)
-    monkeypatch.setattr("kvx.train", refuse, raising=False)
-    assert main(args) == 0
-    assert json.loads(capsys.readouterr().out)["f1"] == figures["f1"]
-
-
-def test_the_bench_prints_the_figures_and_goes_on_from_what_is_kept(
+def test_the_bench_runs_what_was_asked_for_and_prints_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = {name: bench.contenders()[name] for name in ("residual", "full_head")}
-    small = Work(fit=40, train=16, asked=2, batch_size=4, items=4, questions=4)
-    monkeypatch.setattr(bench, "contenders", lambda: rows)
-    monkeypatch.setattr(bench, "Work", lambda steps: Work(**{**vars(small), "steps": steps}))
-    args = ["bench", "translators", "--directions", "qwen2-small>gpt2-small", "--seeds", "1", "--steps", "1"]
-    args += ["--folder", str(tmp_path / "bench"), "--figure", str(tmp_path / "rows.png"), "--json"]
+    scores = {"accuracy": 0.5, "f1": 0.25}
+    seed = {**scores, "content": 0.4, "content_low": 0.3, "content_high": 0.5, "content_difference": [0.1, -0.1, 0.2]}
+    costs = {"parameters": 10, "flops": 20, "bytes": 40, "train_seconds": 1.5, "target_reads_context": False}
+    row = {**scores, "mismatched_accuracy": 0.0, "native_fraction": 0.6, "content": 0.4, **costs, "seeds": [seed]}
+    asked: list[tuple[str, str, int, int, Path]] = []
+
+    def direction(
+        source: str, target: str, rows: object, seeds: range, work: Work, folder: Path, watch: object
+    ) -> dict[str, object]:
+        asked.append((source, target, len(seeds), work.steps, folder))
+        arms = dict.fromkeys(("native", "none"), scores)
+        return {"direction": f"{source}>{target}", "arms": arms, "rows": {"mixture": row, "full_head": row}}
+
+    monkeypatch.setattr(bench, "run_direction", direction)
+    args = ["bench", "translators", "--directions", "qwen2-small>gpt2-small", "opt-small>qwen2-large", "--seeds", "2"]
+    args += ["--steps", "7", "--folder", str(tmp_path), "--figure", str(tmp_path / "rows.png"), "--json"]
     assert main(args) == 0
     figures = json.loads(capsys.readouterr().out)
-    row = figures["directions"][0]["rows"]["residual"]
+    assert asked == [("qwen2-small", "gpt2-small", 2, 7, tmp_path), ("opt-small", "qwen2-large", 2, 7, tmp_path)]
     wanted = {"accuracy", "f1", "content", "parameters", "flops", "train_seconds", "target_reads_context"}
-    assert wanted <= set(row) and row["train_seconds"] > 0
-    assert set(figures["native_fraction_mean"]) == {"residual", "full_head"}
+    assert wanted <= set(figures["directions"][1]["rows"]["mixture"])
+    assert (
+        figures["native_fraction_mean"] == {"mixture": 0.6, "full_head": 0.6} and figures["first_is_best"] == [True] * 2
+    )
     assert (tmp_path / "rows.png").is_file()
-    monkeypatch.setattr(bench, "compare", None)
-    assert main(args) == 0
-    assert json.loads(capsys.readouterr().out)["directions"] == figures["directions"]
 
 
 @pytest.mark.parametrize(
