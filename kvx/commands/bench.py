@@ -45,7 +45,7 @@ class Bench(Common):
     seeds: int = 3
     """How often each translator is trained; translators only."""
     steps: int = 600
-    """Training steps of each (two to six minutes on a core); translators only."""
+    """Training steps of each (300 took one and a half to three and a half minutes on a core); translators only."""
     ablations: bool = False
     """Instead of the methods: mixtures that differ in experts, router, loss or window; translators only."""
     folder: Path = Path("runs/translators")

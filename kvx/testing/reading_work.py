@@ -39,7 +39,19 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a direction is fitted on, trained on and asked."""
+    """What a direction is fitted on, trained on and asked.
+
+    Attributes:
+        texts: passages for the closed form; examples: for training.
+        items: passages whose questions and answers are scored.
+        closed, phrases: questions of a closed set, and those whose answers are copied out, each of its own passage.
+
+    Example:
+        >>> from kvx.testing.reading_work import Task, Work
+        >>> task = Task.create(Work(fit=3, train=2, items=2, questions=2))
+        >>> len(task.texts), len(task.examples), task.closed[0].answers[0] in task.closed[0].context
+        (3, 2, True)
+    """
 
     texts: tuple[str, ...]
     examples: tuple[Example, ...]

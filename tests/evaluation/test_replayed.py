@@ -16,9 +16,8 @@ from kvx.evaluation.flops import map_cost
 from kvx.evaluation.items import Item, Question
 from kvx.evaluation.metrics import Bootstrap
 from kvx.evaluation.sweep import sweep_injection
-from kvx.mappers import CacheMap, full_head
+from kvx.mappers import CacheMap
 from kvx.models.model import Model
-from kvx.models.random_model import byte_model
 from kvx.models.replay import ReplayPlan
 from kvx.translators import fuser, untrained
 
@@ -32,17 +31,6 @@ ITEMS = [
 ]
 QUESTIONS = [Question(item.context, "who is it", (item.context[:3],)) for item in ITEMS]
 PLAN = ReplayPlan(1)
-
-
-@pytest.fixture(scope="module")
-def models() -> tuple[Model, Model]:
-    return byte_model(2), byte_model(3, seed=1)
-
-
-@pytest.fixture(scope="module")
-def mapper(models: tuple[Model, Model]) -> CacheMap:
-    pairs = kvx.pairs(*models, "Ann lives in Rome. She likes snow. " * 20, max_length=64)
-    return kvx.fit(full_head(layers=1, ridge=0.1), pairs, held_out=0, progress=False)[0]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kvx.evaluation.shifts import last_state_shift, propagated_shift
 from kvx.evaluation.sweep import injection_windows, sweep_injection
 from kvx.evaluation.sweep_figure import INSTALL, check_format, draw, drawable
 from kvx.evaluation.sweep_report import Sweep
-from kvx.mappers import CacheMap, constant, full_head, low_rank
+from kvx.mappers import CacheMap, constant, low_rank
 from kvx.models.model import Model
 from kvx.models.random_model import byte_model
 from kvx.models.replay import ReplayPlan
@@ -39,17 +39,6 @@ ITEMS = [
     Item("The cat is in the garden.", " It sleeps."),
 ]
 SHIFTS = ("propagated_shift", "last_state_shift")
-
-
-@pytest.fixture(scope="module")
-def models() -> tuple[Model, Model]:
-    return byte_model(2), byte_model(3, seed=1)
-
-
-@pytest.fixture(scope="module")
-def mapper(models: tuple[Model, Model]) -> CacheMap:
-    pairs = kvx.pairs(*models, "Ann lives in Rome. She likes snow. " * 20, max_length=64)
-    return kvx.fit(full_head(layers=1, ridge=0.1), pairs, held_out=0, progress=False)[0]
 
 
 @pytest.fixture(scope="module")
